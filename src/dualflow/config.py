@@ -1,0 +1,165 @@
+"""Strict frozen dataclasses to and from TOML (for people) and JSON (for machines).
+
+A configuration is a tree of frozen dataclasses whose leaves are str, int, float, bool, None or tuples of them.
+Nothing is coerced silently: a wrong type, an unknown key or a value outside a ``Literal`` raises ``ConfigError`` that
+names the full dotted path, what was found and what was expected.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+Config = TypeVar("Config")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is meant for the person who wrote it."""
+
+
+def from_dict(cls: type[Config], data: Mapping[str, Any], path: str = "") -> Config:
+    """Build the dataclass ``cls`` from nested mappings. Raises ``ConfigError`` on anything unexpected."""
+    return _with_defaults(cls, data, path, base=None)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The whole tree as plain dicts and lists, ready for JSON; every default written out."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def merge(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A copy of ``config`` with the nested ``changes`` laid over it; what they do not name stays."""
+    return _with_defaults(type(config), changes, "", base=config)
+
+
+def override(config: Config, assignments: Iterable[str]) -> Config:
+    """Apply ``--set`` assignments such as ``optimizer.lr=3e-4`` in order.
+
+    The value is read as TOML (``true``, ``3``, ``[1, 2]``, ``"text"``); what is not valid TOML is taken as text, and
+    ``none`` as None.
+    """
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {assignment!r}: expected KEY=VALUE, such as optimizer.lr=3e-4")
+        change: dict[str, Any] = {}
+        *parents, leaf = key.strip().split(".")
+        inner = change
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[leaf] = _parse_value(text.strip())
+        config = merge(config, change)
+    return config
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file into a dict. Raises ``ConfigError`` where it is missing or malformed."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def to_toml(config: Any) -> str:
+    """The configuration as TOML, tables last; None values are left out (absence means the default)."""
+    return "\n".join(_toml_lines(to_dict(config), "")).strip() + "\n"
+
+
+def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
+    scalars = {k: v for k, v in table.items() if not isinstance(v, dict) and v is not None}
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in scalars.items()]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{prefix}{key}]", *_toml_lines(value, f"{prefix}{key}.")]
+    return lines
+
+
+def _parse_value(text: str) -> Any:
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _with_defaults(cls: type[Config], data: Mapping[str, Any], path: str, base: Config | None) -> Config:
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path or cls.__name__}: expected a table, found {_describe(data)}")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            advice = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(fields)}"
+            raise ConfigError(f"{_join(path, key)}: unknown key; {advice}")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in data:
+            current = getattr(base, name) if base is not None else None
+            values[name] = _convert(hints[name], data[name], _join(path, name), current)
+        elif base is not None:
+            values[name] = getattr(base, name)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{_join(path, name)}: missing, and it has no default")
+    try:
+        return cls(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from error
+
+
+def _convert(hint: Any, value: Any, path: str, current: Any) -> Any:
+    """``value`` as ``hint`` wants it; ``current`` is the dataclass a partial table is laid over."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        options = [arg for arg in args if arg is not type(None)]
+        if len(options) == 1:
+            return _convert(options[0], value, path, current)
+        for option in options:
+            try:
+                return _convert(option, value, path, current)
+            except ConfigError:
+                continue
+    elif origin is Literal:
+        if any(value == arg and type(value) is type(arg) for arg in args):
+            return value
+        expected = ", ".join(map(repr, args))
+        raise ConfigError(f"{path}: expected one of {expected}, found {value!r}")
+    elif origin is tuple:
+        if isinstance(value, (list, tuple)):
+            item = args[0]
+            return tuple(_convert(item, v, f"{path}[{i}]", None) for i, v in enumerate(value))
+    elif dataclasses.is_dataclass(hint):
+        base = current if isinstance(current, hint) else None  # type: ignore[arg-type]
+        return _with_defaults(hint, value, path, base)  # type: ignore[arg-type]
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif hint is Any or type(value) is hint:
+        return value
+    raise ConfigError(f"{path}: expected {_name(hint)}, found {_describe(value)}")
+
+
+def _name(hint: Any) -> str:
+    names = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+    if typing.get_origin(hint) is tuple:
+        return f"a list ({_name(typing.get_args(hint)[0])} each)"
+    return names.get(hint) or str(hint)
+
+
+def _describe(value: Any) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)

@@ -1,0 +1,38 @@
+"""The models: one backbone, four variants, one step function."""
+
+import torch
+
+from dualflow.model.backbone import AuxRows, CausalLM, LossSums, StepOutput
+from dualflow.model.dual import DualFlowLM
+from dualflow.model.init import initialise
+from dualflow.model.kv import BatchKV, ContiguousCache, KVReader, KVWriter
+from dualflow.model.phd import PHD2LM
+from dualflow.model.readout import ReadoutLogProbs
+from dualflow.model.rows import Kept, Rows
+from dualflow.model.standard import StandardLM
+from dualflow.model.two_softmax import TwoSoftmaxLM
+from dualflow.spec import ModelConfig, Variant
+
+__all__ = [
+    "AuxRows", "BatchKV", "CausalLM", "ContiguousCache", "DualFlowLM", "KVReader", "KVWriter", "Kept", "LossSums",
+    "PHD2LM", "ReadoutLogProbs", "Rows", "StandardLM", "StepOutput", "TwoSoftmaxLM", "build_model",
+]  # fmt: skip
+
+VARIANTS: dict[Variant, type[CausalLM]] = {
+    "standard": StandardLM,
+    "dual": DualFlowLM,
+    "phd2": PHD2LM,
+    "two_softmax": TwoSoftmaxLM,
+}
+
+
+def build_model(
+    config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> CausalLM:
+    """A freshly initialised model of ``config.variant``. The same seed gives what variants share the same values."""
+    with torch.device(device):
+        model = VARIANTS[config.variant](config)
+    model.to(dtype)
+    if torch.device(device).type != "meta":
+        initialise(model, config, seed)
+    return model

@@ -1,0 +1,205 @@
+"""The backbone that every variant shares, and the one step function over primary and auxiliary rows."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dualflow.model.couplings import per_flow, project
+from dualflow.model.kv import BatchKV, ContiguousCache, KVWriter
+from dualflow.model.layer import Layer
+from dualflow.model.readout import ReadoutLogProbs
+from dualflow.model.rows import Kept, Rows
+from dualflow.ops.mixture import TargetLogProbs, log_softmax, sum_over_chunks
+from dualflow.ops.norm import make_norm
+from dualflow.ops.rope import rotary_table
+from dualflow.spec import ModelConfig
+
+
+class AuxRows(NamedTuple):
+    """The auxiliary rows of a step, one set for each flow: A tokens at A positions.
+
+    ``pins_A`` names the primary row of this step each is pinned to (None: row i to row i). Where an earlier step made the
+    primary rows, ``kept`` holds their intermediates layer by layer, and the reader resolves ``pins_A``.
+    """
+
+    tokens_A: Tensor
+    positions_A: Tensor
+    pins_A: Tensor | None = None
+    kept: Sequence[Kept] | None = None
+
+
+class StepOutput(NamedTuple):
+    """Final hidden rows, after the last norm.
+
+    ``aux_FAD`` is None where no auxiliary rows were asked for, and has no flows where the variant has none;
+    ``kept`` is there where it was asked for.
+    """
+
+    primary_TD: Tensor
+    aux_FAD: Tensor | None
+    kept: list[Kept] | None = None
+
+
+class LossSums(NamedTuple):
+    """Sums over the counted targets, in nats, 0-dim; ``total`` is what training differentiates (−log r − λ log p)."""
+
+    total: Tensor
+    r: Tensor
+    p: Tensor | None
+    q: Tensor | None
+    count: Tensor
+
+
+class Backbone(nn.Module):
+    """Embeddings, layers and final norm, under Hugging Face's names; ``aux`` holds what the flows own outside layers."""
+
+    def __init__(self, config: ModelConfig, *, own_key_value: bool = False) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.position == "learned"
+        self.embed_positions = nn.Embedding(config.max_position, config.hidden_size) if learned else None
+        layers = (Layer(config, own_key_value=own_key_value) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = make_norm(config.norm, config.hidden_size, config.norm_eps)
+        self.aux = nn.ModuleList()
+
+
+class CausalLM(nn.Module):
+    """A language model of any variant. Subclasses say what the auxiliary rows start from and how r is read out."""
+
+    has_primary_readout = True
+    """Whether p is trained to predict, so that the model can run with the auxiliary off."""
+
+    def __init__(self, config: ModelConfig, *, own_key_value: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config, own_key_value=own_key_value)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self._checkpointing = False
+
+    # What a variant defines.
+
+    def embed_aux(self, tokens_A: Tensor) -> Tensor:
+        """[flows, A, D]: what the auxiliary rows of these tokens start from."""
+        raise ValueError(f"a {self.config.variant} model has no auxiliary rows")
+
+    def target_log_probs(self, primary_TD: Tensor, aux_FTD: Tensor, targets_T: Tensor) -> TargetLogProbs:
+        """Log-probabilities of the targets; ``aux_FTD`` has no flows where the variant has none."""
+        raise NotImplementedError
+
+    def read(self, primary_AD: Tensor, aux_FAD: Tensor) -> ReadoutLogProbs:
+        """Whole distributions with the auxiliary on."""
+        raise NotImplementedError
+
+    # What all variants share.
+
+    def step(
+        self, tokens_T: Tensor, positions_T: Tensor, kv: Sequence[KVWriter], aux_pins_A: Tensor | None = None, *,
+        aux: AuxRows | None = None, keep: bool = False,
+    ) -> StepOutput:  # fmt: skip
+        """One forward step, whatever the phase: T primary rows and the auxiliary rows of the pinned ones.
+
+        tokens_T, positions_T: ids and absolute positions of the primary's rows.
+        kv:          one writer per layer; the primary's keys and values go in, and both flows read them.
+        aux_pins_A:  rows of this step that get auxiliary rows; or ``aux``: auxiliary rows in full (see ``AuxRows``).
+        keep:        also return every primary row's intermediates, for auxiliary rows run later.
+        """
+        if aux is None and aux_pins_A is not None:
+            aux = AuxRows(tokens_T[aux_pins_A], positions_T[aux_pins_A], aux_pins_A)
+        h_RD, positions_R = self.model.embed_tokens(tokens_T), positions_T
+        num_flows = 0
+        if aux is not None and self.config.num_flows:
+            num_flows = self.config.num_flows
+            h_RD = torch.cat([h_RD, self.embed_aux(aux.tokens_A).flatten(0, 1)])
+            positions_R = torch.cat([positions_T, aux.positions_A.repeat(num_flows)])
+        if self.model.embed_positions is not None:
+            h_RD = h_RD + self.model.embed_positions(positions_R)
+        pins_A, kept = (aux.pins_A, aux.kept) if aux is not None else (None, None)
+        rows = Rows(len(tokens_T), num_flows, positions_R, pins_A, kept)
+        h_RD, made = self._layers(h_RD, rows, kv)
+        n_RD = per_flow(h_RD, rows, self.model.norm, [getattr(flow, "norm", None) for flow in self.model.aux])
+        primary_TD = rows.primary(n_RD)
+        aux_FAD = rows.aux(n_RD) if num_flows else primary_TD.new_empty(0, *primary_TD.shape)
+        return StepOutput(primary_TD, None if aux is None else aux_FAD, made if keep else None)
+
+    def _layers(self, h_RD: Tensor, rows: Rows, kv: Sequence[KVWriter]) -> tuple[Tensor, list[Kept]]:
+        rotary = None
+        if self.config.position == "rotary":
+            dtype = torch.float64 if h_RD.dtype == torch.float64 else torch.float32
+            rotary = rotary_table(rows.positions_R.to(dtype), self.config.head_size, self.config.rope_theta)
+        made: list[Kept] = []
+        for index, layer in enumerate(self.model.layers):
+            inputs = (h_RD, rows, kv[index], rotary, rows.kept[index] if rows.kept else None)
+            if self._checkpointing and self.training and torch.is_grad_enabled():
+                h_RD, kept = checkpoint(layer, *inputs, use_reentrant=False)
+            else:
+                h_RD, kept = layer(*inputs)
+            made.append(kept)
+        return h_RD, made
+
+    def loss(
+        self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None
+    ) -> LossSums:
+        """Loss of every counted target (ids below 0 are not counted), auxiliary rows at every token.
+
+        ``document_ids_BS``, where given, keeps attention inside each document.
+        """
+        batch, length = tokens_BS.shape
+        positions_T = torch.arange(length, device=tokens_BS.device).repeat(batch)
+        kv = [BatchKV(batch, length, document_ids_BS)] * self.config.num_layers
+        tokens_T, targets_T = tokens_BS.flatten(), targets_BS.flatten()
+        out = self.step(tokens_T, positions_T, kv, aux=AuxRows(tokens_T, positions_T))
+        assert out.aux_FAD is not None
+        sums = sum_over_chunks(
+            self.target_log_probs, out.primary_TD, out.aux_FAD, targets_T, self.config.vocab_size
+        )
+        weight = self.config.readout.primary_loss_weight
+        total = sums.r if sums.p is None or not weight else sums.r + weight * sums.p
+        return LossSums(total, sums.r, sums.p, sums.q, (targets_T >= 0).sum())
+
+    def log_probs(self, primary_AD: Tensor, aux_FAD: Tensor | None) -> ReadoutLogProbs:
+        """r, p and q over the vocabulary for A rows, in float32 (float64 for float64 models).
+
+        ``aux_FAD`` None reads the primary alone: r is p. Ids of padded vocabulary rows have log r of −inf.
+        """
+        if aux_FAD is None:
+            self.require_primary_readout()
+            log_p = log_softmax(self.lm_head(primary_AD))
+            out = ReadoutLogProbs(log_p, log_p, None)
+        else:
+            out = self.read(primary_AD, aux_FAD)
+        if self.config.num_real_tokens == self.config.vocab_size:
+            return out
+        real = torch.arange(self.config.vocab_size, device=out.r.device) < self.config.num_real_tokens
+        return out._replace(r=out.r.masked_fill(~real, -torch.inf).log_softmax(-1))
+
+    def require_primary_readout(self) -> None:
+        """Raise ``ValueError`` where the model cannot run with the auxiliary off."""
+        if not self.has_primary_readout:
+            raise ValueError(
+                f"this {self.config.variant} model was trained to be read from its auxiliary rows only "
+                "(there is no trained p); run it with --aux on"
+            )
+
+    def new_cache(self, max_length: int) -> ContiguousCache:
+        """An empty KV cache for one sequence of at most ``max_length`` tokens."""
+        weight = self.model.embed_tokens.weight
+        c = self.config
+        return ContiguousCache(
+            c.num_layers, c.kv_heads, c.head_size, max_length, device=weight.device, dtype=weight.dtype
+        )
+
+    def set_activation_checkpointing(self, enabled: bool) -> None:
+        """Recompute each layer's activations in the backward pass instead of keeping them."""
+        self._checkpointing = enabled
+
+    def aux_logits(self, aux_FTD: Tensor) -> Tensor:
+        """[flows, T, V]: the shared head over the auxiliary rows, or each flow's own where it owns one."""
+        rows = Rows(0, len(aux_FTD), aux_FTD.new_empty(0))
+        owned = [getattr(flow, "lm_head", None) for flow in self.model.aux]
+        return rows.aux(project(aux_FTD.flatten(0, 1), rows, self.lm_head, owned))

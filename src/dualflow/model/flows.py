@@ -1,0 +1,64 @@
+"""What an auxiliary flow owns: its embedding, its coupling vectors, and any norm or matrix it does not share."""
+
+import torch
+from torch import Tensor, nn
+
+from dualflow.ops.norm import make_norm
+from dualflow.spec import AuxConfig, ModelConfig
+
+MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+
+class LoRA(nn.Module):
+    """A low-rank addition to a shared matrix (Hu et al. 2021): shared(x) + B A x, with B zero at birth."""
+
+    def __init__(self, shared: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.lora_A = nn.Linear(shared.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, shared.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lora_B(self.lora_A(x))
+
+
+class AuxLayer(nn.Module):
+    """One flow's own parameters in one layer; what it does not own is None."""
+
+    def __init__(self, config: ModelConfig, aux: AuxConfig, matrices: dict[str, nn.Linear]) -> None:
+        super().__init__()
+        sizes = {
+            "query": config.num_heads * config.head_size,
+            "intermediate": config.intermediate_size,
+            "output": config.hidden_size,
+        }
+        for name, size in sizes.items():
+            vector = nn.Parameter(torch.zeros(size)) if name in aux.couplings else None
+            self.register_parameter(f"{name}_coupling", vector)
+        for name, shared in matrices.items():
+            owned = name in aux.owns or (name in MLP_MATRICES and "mlp" in aux.owns)
+            self.add_module(name, _own_matrix(shared, aux.lora_rank) if owned else None)
+        separate = aux.flow_norms == "separate"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            self.add_module(name, _own_norm(config, config.hidden_size) if separate else None)
+        self.add_module("q_norm", _own_norm(config, config.head_size) if separate and config.qk_norm else None)
+
+
+class AuxModel(nn.Module):
+    """One flow's own parameters outside the layers: E2, and its final norm or head where it owns them."""
+
+    def __init__(self, config: ModelConfig, aux: AuxConfig, head: nn.Linear) -> None:
+        super().__init__()
+        own = nn.Embedding(config.vocab_size, config.hidden_size) if aux.embedding == "own" else None
+        self.add_module("embed_tokens", own)
+        self.add_module("norm", _own_norm(config, config.hidden_size) if aux.flow_norms == "separate" else None)
+        self.add_module("lm_head", _own_matrix(head, aux.lora_rank) if "lm_head" in aux.owns else None)
+
+
+def _own_matrix(shared: nn.Linear, rank: int) -> nn.Module:
+    if rank:
+        return LoRA(shared, rank)
+    return nn.Linear(shared.in_features, shared.out_features, bias=shared.bias is not None)
+
+
+def _own_norm(config: ModelConfig, size: int) -> nn.Module:
+    return make_norm(config.norm, size, config.norm_eps)

@@ -1,0 +1,34 @@
+"""Initial values. Each parameter is drawn from a generator of its own, seeded by the run's seed and the parameter's name.
+
+So every parameter that two variants share starts with the same values in both, whatever else they have.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import nn
+
+from dualflow.spec import ModelConfig
+
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+ZEROS = ("bias", "_coupling", "lora_B.weight")
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Fill every parameter in place: normal(0, init_std); matrices that write to the residual stream are scaled by
+    1/sqrt(2 L) (GPT-2); gains 1; biases, couplings and LoRA's second matrices 0."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(ZEROS):
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            std = config.init_std
+            if name.endswith(RESIDUAL_OUTPUTS):
+                std /= math.sqrt(2 * config.num_layers)
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.copy_(values * std)

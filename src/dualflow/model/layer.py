@@ -1,0 +1,113 @@
+"""One transformer layer for both flows: the paper's mathematics, in the order of docs/dual_flow.md.
+
+    primary                                    auxiliary, same matrices
+    q1 = Wq n1, k1 = Wk n1, v1 = Wv n1         q2 = Wq n2 + a * q1
+    write k1, v1                               (writes nothing)
+    h1 += Wo attend(q1)                        h2 += Wo attend(q2)         both over the primary's keys, own position included
+    u1 = act(Wg m1) * (Wu m1)                  u2 = act(Wg m2) * (Wu m2) + b * u1
+    y1 = Wd u1;  h1 += y1                      y2 = Wd u2 + c * y1;  h2 += y2
+"""
+
+from torch import Tensor, nn
+
+from dualflow.model.couplings import couple, per_flow, project
+from dualflow.model.flows import AuxLayer
+from dualflow.model.kv import KVWriter
+from dualflow.model.rows import Kept, Rows
+from dualflow.ops.activation import mlp_intermediate
+from dualflow.ops.norm import RMSNorm, make_norm
+from dualflow.ops.rope import rotate
+from dualflow.spec import ModelConfig
+
+RotaryTable = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """The attention matrices under their Hugging Face names, and the QK-norm gains where there are any."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        query, key = config.num_heads * config.head_size, config.kv_heads * config.head_size
+        self.q_proj = nn.Linear(config.hidden_size, query, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, key, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=config.attention_output_bias)
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+
+
+class MLP(nn.Module):
+    """The MLP matrices under their Hugging Face names; the gate exists for gated kinds."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias) if config.gated else None
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+
+
+class Layer(nn.Module):
+    """A pre-norm layer. ``forward`` takes and returns [R, D]; R counts the rows of both flows (``model.rows``)."""
+
+    def __init__(self, config: ModelConfig, *, own_key_value: bool = False) -> None:
+        super().__init__()
+        self.head_dim, self.mlp_kind = config.head_size, config.mlp
+        self.own_key_value = own_key_value
+        self.input_layernorm = make_norm(config.norm, config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = make_norm(config.norm, config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+        self.aux = nn.ModuleList()
+        if config.flows:
+            names = {"q_proj": self.self_attn.q_proj, "o_proj": self.self_attn.o_proj}
+            names |= {name: m for name, m in self.mlp.named_children() if isinstance(m, nn.Linear)}
+            self.aux.extend(AuxLayer(config, config.flows, names) for _ in range(config.num_flows))
+
+    def forward(
+        self, h_RD: Tensor, rows: Rows, kv: KVWriter, rotary: RotaryTable | None, kept: Kept | None = None
+    ) -> tuple[Tensor, Kept]:
+        """One layer over all rows. Returns the new state and the primary's intermediates (q1, u1, y1), each [T, ...]."""
+        n_RD = per_flow(h_RD, rows, self.input_layernorm, self._owned("input_layernorm"))
+        q_RX = project(n_RD, rows, self.self_attn.q_proj, self._owned("q_proj"))
+        q1_TX = rows.primary(q_RX)
+        q_RX = couple(q_RX, rows, self._owned("query_coupling"), kept and kept.query)
+        o_RX = self._attend(q_RX, n_RD, rows, kv, rotary)
+        h_RD = h_RD + project(o_RX, rows, self.self_attn.o_proj, self._owned("o_proj"))
+
+        m_RD = per_flow(h_RD, rows, self.post_attention_layernorm, self._owned("post_attention_layernorm"))
+        gate, up, down = self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj
+        g_RF = None if gate is None else project(m_RD, rows, gate, self._owned("gate_proj"))
+        u_RF = mlp_intermediate(self.mlp_kind, g_RF, project(m_RD, rows, up, self._owned("up_proj")))
+        u1_TF = rows.primary(u_RF)
+        u_RF = couple(u_RF, rows, self._owned("intermediate_coupling"), kept and kept.intermediate)
+        y_RD = project(u_RF, rows, down, self._owned("down_proj"))
+        y1_TD = rows.primary(y_RD)
+        y_RD = couple(y_RD, rows, self._owned("output_coupling"), kept and kept.output)
+        return h_RD + y_RD, Kept(q1_TX, u1_TF, y1_TD)
+
+    def _attend(
+        self, q_RX: Tensor, n_RD: Tensor, rows: Rows, kv: KVWriter, rotary: RotaryTable | None
+    ) -> Tensor:
+        attention, heads = self.self_attn, (-1, self.head_dim)
+        q_RNH = q_RX.unflatten(-1, heads)
+        if attention.q_norm is not None:
+            q_RNH = per_flow(q_RNH, rows, attention.q_norm, self._owned("q_norm"))
+        writing_RD = n_RD if self.own_key_value else rows.primary(n_RD)
+        k_WKH = attention.k_proj(writing_RD).unflatten(-1, heads)
+        v_WKH = attention.v_proj(writing_RD).unflatten(-1, heads)
+        if attention.k_norm is not None:
+            k_WKH = attention.k_norm(k_WKH)
+        if rotary is not None:
+            cos, sin = rotary
+            q_RNH = rotate(q_RNH, rotary)
+            k_WKH = rotate(k_WKH, (cos[: len(k_WKH)], sin[: len(k_WKH)]))
+        own = None
+        if self.own_key_value and rows.num_flows:
+            own = k_WKH[rows.num_primary :], v_WKH[rows.num_primary :]
+        reader = kv.append(rows.primary(k_WKH), rows.primary(v_WKH))
+        return reader.attend(q_RNH, rows, own).flatten(-2)
+
+    def _owned(self, name: str) -> list:
+        """What each flow owns under ``name``; None where it shares the primary's."""
+        return [getattr(flow, name) for flow in self.aux]

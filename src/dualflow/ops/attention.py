@@ -1,0 +1,53 @@
+"""Attention of query rows over keys and values, grouped-query heads included. Softmax scale is 1/sqrt(H)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def batch_attention(q_BSNH: Tensor, k_BUKH: Tensor, v_BUKH: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention inside each of B sequences; ``mask`` is [B or 1, 1, S, U], True where a query may look.
+
+    Without a mask it is causal and U = S. Returns [B, S, N, H].
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BSNH, k_BUKH, v_BUKH))
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return out.transpose(1, 2)
+
+
+def row_attention(q_RNH: Tensor, k_KSH: Tensor, v_KSH: Tensor, mask_RS: Tensor | None) -> Tensor:
+    """R query rows over one sequence's keys, every key read once for all rows and heads of its group.
+
+    All rows, whichever flow they belong to, become query lanes of their key-value head (grouped execution).
+    Returns [R, N, H].
+    """
+    num_rows, num_heads, head_dim = q_RNH.shape
+    kv_heads = k_KSH.shape[0]
+    groups = num_heads // kv_heads
+    q = q_RNH.view(num_rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3)
+    q = q.reshape(1, kv_heads, groups * num_rows, head_dim)
+    mask = None if mask_RS is None else mask_RS.repeat(groups, 1)
+    out = F.scaled_dot_product_attention(q, k_KSH[None], v_KSH[None], attn_mask=mask)
+    out = out.view(kv_heads, groups, num_rows, head_dim).permute(2, 0, 1, 3)
+    return out.reshape(num_rows, num_heads, head_dim)
+
+
+def row_attention_with_own(
+    q_ANH: Tensor, k_AKSH: Tensor, v_AKSH: Tensor, mask_AS: Tensor, own: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Each row over keys of its own choosing, and over one private key and value ``own`` ([A, K, H] each) if given.
+
+    Returns [A, N, H]. Keys are materialised per row: right for few rows.
+    """
+    num_rows, num_heads, head_dim = q_ANH.shape
+    kv_heads = k_AKSH.shape[1]
+    if own is not None:
+        k_AKSH = torch.cat([k_AKSH, own[0][:, :, None]], dim=2)
+        v_AKSH = torch.cat([v_AKSH, own[1][:, :, None]], dim=2)
+        mask_AS = F.pad(mask_AS, (0, 1), value=True)
+    q = q_ANH.view(num_rows, kv_heads, num_heads // kv_heads, head_dim)
+    out = F.scaled_dot_product_attention(q, k_AKSH, v_AKSH, attn_mask=mask_AS[:, None, None, :])
+    return out.reshape(num_rows, num_heads, head_dim)
