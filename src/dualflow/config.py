@@ -1,19 +1,22 @@
 """Strict frozen dataclasses to and from TOML (for people) and JSON (for machines).
 
-A configuration is a tree of frozen dataclasses whose leaves are str, int, float, bool, None or tuples of them.
-Nothing is coerced silently: a wrong type, an unknown key or a value outside a ``Literal`` raises ``ConfigError`` that
-names the full dotted path, what was found and what was expected.
+A configuration is a tree of frozen dataclasses whose leaves are str, int, float, bool, None or
+tuples of them. Nothing is coerced silently: a wrong type, an unknown key or a value outside a
+``Literal`` raises ``ConfigError`` that names the full dotted path, what was found and what was
+expected.
 """
 
 import dataclasses
+import datetime
 import difflib
 import json
+import math
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar, Union, cast
 
 Config = TypeVar("Config")
 
@@ -23,7 +26,7 @@ class ConfigError(ValueError):
 
 
 def from_dict(cls: type[Config], data: Mapping[str, Any], path: str = "") -> Config:
-    """Build the dataclass ``cls`` from nested mappings. Raises ``ConfigError`` on anything unexpected."""
+    """Build ``cls`` from nested mappings. Raises ``ConfigError`` on anything unexpected."""
     return _with_defaults(cls, data, path, base=None)
 
 
@@ -38,29 +41,34 @@ def merge(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def override(config: Config, assignments: Iterable[str]) -> Config:
-    """Apply ``--set`` assignments such as ``optimizer.lr=3e-4`` in order.
+    """Apply ``--set`` assignments such as ``optimizer.lr=3e-4``; of two for one key the later
+    counts.
 
-    The value is read as TOML (``true``, ``3``, ``[1, 2]``, ``"text"``); what is not valid TOML is taken as text, and
-    ``none`` as None.
+    The value is read as TOML (``true``, ``3``, ``[1, 2]``, ``"text"``); what is not valid TOML is
+    taken as text, and ``none`` as None. All are laid over together, so fields that must fit each
+    other can be changed in any order.
     """
+    changes: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"--set {assignment!r}: expected KEY=VALUE, such as optimizer.lr=3e-4")
-        change: dict[str, Any] = {}
         *parents, leaf = key.strip().split(".")
-        inner = change
+        if not equals or not all((*parents, leaf)):
+            raise ConfigError(
+                f"--set {assignment!r}: expected KEY=VALUE, such as optimizer.lr=3e-4"
+            )
+        inner = changes
         for parent in parents:
-            inner = inner.setdefault(parent, {})
+            if not isinstance(inner.get(parent), dict):
+                inner[parent] = {}
+            inner = inner[parent]
         inner[leaf] = _parse_value(text.strip())
-        config = merge(config, change)
-    return config
+    return merge(config, changes)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Read a TOML file into a dict. Raises ``ConfigError`` where it is missing or malformed."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -74,37 +82,48 @@ def to_toml(config: Any) -> str:
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
     scalars = {k: v for k, v in table.items() if not isinstance(v, dict) and v is not None}
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in scalars.items()]
+    lines = [f"{key} = {_toml_value(value)}" for key, value in scalars.items()]
     for key, value in table.items():
         if isinstance(value, dict):
-            lines += ["", f"[{prefix}{key}]", *_toml_lines(value, f"{prefix}{key}.")]
+            inner = cast(dict[str, Any], value)
+            lines += ["", f"[{prefix}{key}]", *_toml_lines(inner, f"{prefix}{key}.")]
     return lines
+
+
+def _toml_value(value: Any) -> str:
+    """JSON is TOML for text, numbers, booleans and lists, but for one control character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _parse_value(text: str) -> Any:
     if text.lower() == "none":
         return None
+    if "\n" in text:
+        return text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    # No field is a date: 2026-01-31 is the name of a run.
+    return text if isinstance(value, (datetime.date, datetime.time)) else value
 
 
-def _with_defaults(cls: type[Config], data: Mapping[str, Any], path: str, base: Config | None) -> Config:
+def _with_defaults(cls: type[Config], data: Any, path: str, base: Config | None) -> Config:
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path or cls.__name__}: expected a table, found {_describe(data)}")
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
-    for key in data:
+    table = cast(Mapping[str, Any], data)
+    for key in table:
         if key not in fields:
-            close = difflib.get_close_matches(str(key), fields, n=1)
+            close = difflib.get_close_matches(key, fields, n=1)
             advice = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(fields)}"
             raise ConfigError(f"{_join(path, key)}: unknown key; {advice}")
     values: dict[str, Any] = {}
     for name, field in fields.items():
-        if name in data:
+        if name in table:
             current = getattr(base, name) if base is not None else None
-            values[name] = _convert(hints[name], data[name], _join(path, name), current)
+            values[name] = _convert(hints[name], table[name], _join(path, name), current)
         elif base is not None:
             values[name] = getattr(base, name)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -138,22 +157,45 @@ def _convert(hint: Any, value: Any, path: str, current: Any) -> Any:
         raise ConfigError(f"{path}: expected one of {expected}, found {value!r}")
     elif origin is tuple:
         if isinstance(value, (list, tuple)):
-            item = args[0]
-            return tuple(_convert(item, v, f"{path}[{i}]", None) for i, v in enumerate(value))
+            return _convert_tuple(args, cast(Sequence[Any], value), path)
     elif dataclasses.is_dataclass(hint):
         base = current if isinstance(current, hint) else None  # type: ignore[arg-type]
         return _with_defaults(hint, value, path, base)  # type: ignore[arg-type]
-    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+    elif hint is float and type(value) in (int, float):
+        return _finite(value, path)
     elif hint is Any or type(value) is hint:
         return value
     raise ConfigError(f"{path}: expected {_name(hint)}, found {_describe(value)}")
 
 
+def _convert_tuple(items: tuple[Any, ...], value: Sequence[Any], path: str) -> tuple[Any, ...]:
+    """``value`` as ``tuple[item, ...]`` or as ``tuple[first, second]``, whose length counts."""
+    if items[-1] is Ellipsis:
+        items = items[:1] * len(value)
+    elif len(items) != len(value):
+        raise ConfigError(f"{path}: expected {len(items)} values, found {len(value)}")
+    pairs = zip(items, value, strict=True)
+    return tuple(_convert(item, v, f"{path}[{i}]", None) for i, (item, v) in enumerate(pairs))
+
+
+def _finite(value: int | float, path: str) -> float:
+    """``value`` as a float; NaN and infinity have no place in JSON and mean a mistake."""
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ConfigError(f"{path}: expected a finite number, found {str(value)[:24]}")
+    return number
+
+
 def _name(hint: Any) -> str:
     names = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
     if typing.get_origin(hint) is tuple:
-        return f"a list ({_name(typing.get_args(hint)[0])} each)"
+        args = typing.get_args(hint)
+        if args[-1] is Ellipsis:
+            return f"a list ({_name(args[0])} each)"
+        return f"a list of {len(args)}: {', '.join(map(_name, args))}"
     return names.get(hint) or str(hint)
 
 

@@ -1,7 +1,9 @@
-"""What a model is, as plain data: family switches, the auxiliary flow, the readout, presets and parameter counts.
+"""What a model is, as plain data: family switches, the auxiliary flow, the readout, presets and
+parameter counts.
 
-No torch here. Families differ by switches alone (there is no ``model_type`` to branch on), and the variants that are
-compared (standard, dual, phd2, two_softmax) share every field but ``variant`` and what the auxiliary flow adds.
+No torch here. Families differ by switches alone (there is no ``model_type`` to branch on), and the
+variants that are compared (standard, dual, phd2, two_softmax) share every field but ``variant`` and
+what the auxiliary flow adds.
 """
 
 import dataclasses
@@ -25,10 +27,12 @@ class AuxConfig:
 
     num_flows:   how many auxiliary flows; q is their uniform mean in probability.
     couplings:   which of the three learned vectors exist: a (query), b (intermediate), c (output).
-    embedding:   ``own`` gives each flow its E2; ``tied`` reads E1 (a control of the ablation ladder).
+    embedding:   ``own`` gives each flow its E2; ``tied`` reads E1 (a control of the ablation
+                 ladder).
     flow_norms:  whether norm gains are shared with the primary or the flow has its own.
     owns:        matrices the flow owns instead of sharing the primary's.
-    lora_rank:   0: what it owns are whole matrices; r > 0: it owns a LoRA of rank r on top of the shared ones.
+    lora_rank:   0: what it owns are whole matrices; r > 0: it owns a LoRA of rank r on top of the
+                 shared ones.
     """
 
     num_flows: int = 1
@@ -40,8 +44,14 @@ class AuxConfig:
 
     def __post_init__(self) -> None:
         _require(self.num_flows >= 1, f"num_flows is {self.num_flows}; expected at least 1")
-        _require(self.lora_rank >= 0, f"lora_rank is {self.lora_rank}; expected 0 (whole matrices) or more")
-        _require(self.lora_rank == 0 or bool(self.owns), "lora_rank is set but owns is empty; name the matrices it adapts")
+        _require(
+            self.lora_rank >= 0,
+            f"lora_rank is {self.lora_rank}; expected 0 (whole matrices) or more",
+        )
+        _require(
+            self.lora_rank == 0 or bool(self.owns),
+            "lora_rank is set but owns is empty; name the matrices it adapts",
+        )
         for field in ("couplings", "owns"):
             names = getattr(self, field)
             _require(len(set(names)) == len(names), f"{field} names something twice: {list(names)}")
@@ -51,10 +61,11 @@ class AuxConfig:
 class ReadoutConfig:
     """How p and q become the distribution r that is trained and sampled.
 
-    kind:                 ``mixture`` r = αp + (1 − α)q with α = clip(Σp², ½, 1) (paper); ``aux_only`` r = q;
-                          ``primary_only`` r = p.
+    kind:                 ``mixture`` r = αp + (1 − α)q with α = clip(Σp², ½, 1) (paper);
+                          ``aux_only`` r = q; ``primary_only`` r = p.
     alpha_gradient:       whether the gradient flows through α (ours).
-    primary_loss_weight:  λ in loss = −log r − λ log p (ours); above 0 it keeps p usable with the auxiliary off.
+    primary_loss_weight:  λ in loss = −log r − λ log p (ours); above 0 it keeps p usable with the
+                          auxiliary off.
     """
 
     kind: Literal["mixture", "aux_only", "primary_only"] = "mixture"
@@ -62,12 +73,16 @@ class ReadoutConfig:
     primary_loss_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.primary_loss_weight >= 0, f"primary_loss_weight is {self.primary_loss_weight}; expected 0 or more")
+        _require(
+            self.primary_loss_weight >= 0,
+            f"primary_loss_weight is {self.primary_loss_weight}; expected 0 or more",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One causal language model. Sizes are counts of elements; names follow Hugging Face's Llama where it has one.
+    """One causal language model. Sizes are counts of elements; names follow Hugging Face's Llama
+    where it has one.
 
     vocab_size:       rows of the embedding, padding rows included.
     real_vocab_size:  ids from here on are padding and are never sampled; None: all rows are real.
@@ -98,12 +113,28 @@ class ModelConfig:
     readout: ReadoutConfig = ReadoutConfig()
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position"):
-            _require(getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; expected at least 1")
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "intermediate_size",
+            "max_position",
+        ):
+            _require(
+                getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; expected at least 1"
+            )
         _require(
             self.head_dim is not None or self.hidden_size % self.num_heads == 0,
-            f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; set head_dim",
+            f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "
+            "set head_dim",
         )
+        _require(self.head_size >= 1, f"head_dim is {self.head_dim}; expected at least 1")
+        _require(self.rope_theta > 0, f"rope_theta is {self.rope_theta}; expected more than 0")
+        for field in ("norm_eps", "init_std"):
+            _require(
+                getattr(self, field) >= 0, f"{field} is {getattr(self, field)}; expected 0 or more"
+            )
         _require(
             self.kv_heads >= 1 and self.num_heads % self.kv_heads == 0,
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.kv_heads}",
@@ -118,11 +149,13 @@ class ModelConfig:
         )
         _require(
             self.variant == "dual" or self.aux is None,
-            f"aux is set, but variant is {self.variant!r}; auxiliary flows belong to variant = 'dual'",
+            f"aux is set, but variant is {self.variant!r}; "
+            "auxiliary flows belong to variant = 'dual'",
         )
         _require(
             self.variant in ("dual", "two_softmax") or self.readout == ReadoutConfig(),
-            f"readout is set, but variant {self.variant!r} has one distribution; leave readout out",
+            f"readout is set, but variant {self.variant!r} has one distribution; "
+            "leave readout out",
         )
 
     @property
@@ -137,7 +170,9 @@ class ModelConfig:
 
     @property
     def flows(self) -> AuxConfig | None:
-        """What the auxiliary flows of a dual model are: ``aux``, or its defaults; None for every other variant."""
+        """What the auxiliary flows of a dual model are: ``aux``, or its defaults; None for every
+        other variant.
+        """
         return (self.aux or AuxConfig()) if self.variant == "dual" else None
 
     @property
@@ -240,30 +275,35 @@ def _flow_parameters(c: ModelConfig, aux: AuxConfig) -> int:
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> ModelConfig:
     return ModelConfig(
-        vocab_size=32000, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads,
-        intermediate_size=intermediate, max_position=2048, norm_eps=1e-5, rope_theta=10000.0,
+        vocab_size=32000, hidden_size=hidden, num_layers=layers,
+        num_heads=heads, num_kv_heads=kv_heads, intermediate_size=intermediate,
+        max_position=2048, norm_eps=1e-5, rope_theta=10000.0,
     )  # fmt: skip
 
 
 PRESETS: dict[str, ModelConfig] = {
     "demo": ModelConfig(
-        vocab_size=1024, hidden_size=64, num_layers=4, num_heads=2, intermediate_size=192, max_position=1024,
-        tie_embeddings=True,
+        vocab_size=1024, hidden_size=64, num_layers=4, num_heads=2, intermediate_size=192,
+        max_position=1024, tie_embeddings=True,
     ),
-    # The paper's NanoGPT setting: 12 layers, D 768, head dim 128, vocabulary 50257 padded to 50304; the rest is ours.
+    # The paper's NanoGPT setting: 12 layers, D 768, head dim 128, vocabulary 50257 padded to 50304;
+    # the rest is ours.
     "nanogpt-124m": ModelConfig(
-        vocab_size=50304, real_vocab_size=50257, hidden_size=768, num_layers=12, num_heads=6, intermediate_size=3072,
-        max_position=1024, qk_norm=True, mlp="relu2", tie_embeddings=True,
+        vocab_size=50304, real_vocab_size=50257, hidden_size=768, num_layers=12, num_heads=6,
+        intermediate_size=3072, max_position=1024, qk_norm=True, mlp="relu2", tie_embeddings=True,
     ),
     "llama-120m": _llama(768, 12, 12, 4, 2048),
     "llama-270m": _llama(1024, 16, 16, 4, 2816),
     "llama-500m": _llama(1280, 22, 20, 5, 3456),
     "smollm2-135m": ModelConfig(
-        vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3, intermediate_size=1536,
-        max_position=8192, norm_eps=1e-5, rope_theta=100000.0, tie_embeddings=True,
+        vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3,
+        intermediate_size=1536, max_position=8192, norm_eps=1e-5, rope_theta=100000.0,
+        tie_embeddings=True,
     ),
 }  # fmt: skip
-"""Named standard models; ``dataclasses.replace(PRESETS[name], variant="dual")`` gives one an auxiliary flow."""
+"""Named standard models; ``dataclasses.replace(PRESETS[name], variant="dual")`` gives one an
+auxiliary flow.
+"""
 
 
 def preset(name: str) -> ModelConfig:

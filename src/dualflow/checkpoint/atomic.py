@@ -21,7 +21,7 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(temporary)
         _sync(temporary)
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)
@@ -37,7 +37,7 @@ def atomic_folder(folder: str | Path, *, replaceable: Callable[[Path], bool]) ->
 
     Raises ``ValueError`` where ``folder`` is a file, or a folder that must not be replaced.
     """
-    target = Path(os.path.abspath(folder))
+    target = Path(folder).resolve()
     if target.exists() and not target.is_dir():
         raise ValueError(f"{folder} is a file; a model folder cannot be written in its place")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +66,8 @@ def previous(folder: Path) -> Path:
 def _swap_in(temporary: Path, target: Path) -> None:
     old = previous(target)
     if target.exists():
-        os.rename(target, old)
-    os.rename(temporary, target)
+        target.rename(old)
+    temporary.rename(target)
     _sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -78,7 +78,7 @@ def _recover(target: Path) -> None:
         if target.exists():
             shutil.rmtree(old)
         else:
-            os.rename(old, target)
+            old.rename(target)
 
 
 def _remove_stale(target: Path) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +30,7 @@ from dualflow.checkpoint.locate import (
     read_model_config,
 )
 from dualflow.checkpoint.tensors import FLOATS, TensorEntry, load_tensors, read_header, save_tensors
+from dualflow.data.tokenizers import Tokenizer, load_tokenizer
 from dualflow.model import CausalLM, build_model
 from dualflow.spec import ModelConfig
 
@@ -125,15 +125,12 @@ def read_metrics(folder: str | Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def load_tokenizer_of(folder: str | Path) -> tokenizers.Tokenizer:
+def load_tokenizer_of(folder: str | Path) -> Tokenizer:
     """The tokenizer of a model folder or run folder. Raises ``ValueError`` where it is missing or damaged."""
-    path = find_model_folder(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"tokenizer.json is missing in {path.parent}: the model can be loaded, but not fed with text")
-    try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the tokenizers library raises bare Exception for whatever it cannot parse
-        raise ValueError(f"{path} is not a tokenizer.json of the tokenizers library: {error}") from error
+    place = find_model_folder(folder)
+    if not (place / "tokenizer.json").is_file():
+        raise ValueError(f"tokenizer.json is missing in {place}: the model can be loaded, but not fed with text")
+    return load_tokenizer(place)
 
 
 def _read_headers(place: Path) -> dict[str, dict[str, TensorEntry]]:

@@ -1,4 +1,6 @@
-"""A document as the sources give it: pieces of text, each with whether the loss counts it. No torch here."""
+"""A document as the sources give it: pieces of text, each with whether the loss counts it. No torch
+here.
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +16,8 @@ class Segment:
     """A piece of a document.
 
     counted:  whether its tokens are targets of the loss.
-    control:  ``text`` is the name of one control token; otherwise it is plain text, whatever it looks like.
+    control:  ``text`` is the name of one control token; otherwise it is plain text, whatever it
+              looks like.
     """
 
     text: str
@@ -24,8 +27,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text. ``split_key`` decides its split: a relative path for files, the content for rows (None), so that
-    equal rows never stand on both sides."""
+    """One text. ``split_key`` decides its split: a relative path for files, the content for rows
+    (None), so that equal rows never stand on both sides.
+    """
 
     segments: tuple[Segment, ...]
     split_key: str | None = None
@@ -44,18 +48,26 @@ class Document:
         return sum(len(segment.text) for segment in self.segments if not segment.control)
 
     @property
+    def num_bytes(self) -> int:
+        return sum(
+            len(segment.text.encode("utf-8")) for segment in self.segments if not segment.control
+        )
+
+    @property
     def split_hash(self) -> int:
-        """64 bits that depend on nothing but ``split_key`` or the content; surrogates are hashed as they are."""
+        """64 bits that depend on nothing but ``split_key`` or the content."""
         key = "\0".join(s.text for s in self.segments) if self.split_key is None else self.split_key
-        digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
 
 def chat_segments(messages: Iterable[tuple[str, str]]) -> tuple[Segment, ...]:
-    """(role, content) pairs in ChatML. Counted: an assistant's content and the ``<|im_end|>`` that closes it.
+    """(role, content) pairs in ChatML. Counted: an assistant's content and the ``<|im_end|>`` that
+    closes it.
 
-    The assistant's header is a segment of its own, because generation starts right behind it; every other header is
-    joined with its content. Content is always plain text: a control token typed by a user stays the characters it is.
+    The assistant's header is a segment of its own, because generation starts right behind it; every
+    other header is joined with its content. Content is always plain text: a control token typed by
+    a user stays the characters it is.
     """
     segments: list[Segment] = []
     for role, content in messages:
@@ -69,8 +81,11 @@ def chat_segments(messages: Iterable[tuple[str, str]]) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def document_from_row(row: Mapping[str, Any], where: str, text_key: str, messages_key: str) -> Document:
-    """A row of JSONL, Parquet or a saved dataset: a chat where ``messages_key`` is filled, else plain text.
+def document_from_row(
+    row: Mapping[str, Any], where: str, text_key: str, messages_key: str
+) -> Document:
+    """A row of JSONL, Parquet or a saved dataset: a chat where ``messages_key`` is filled, else
+    plain text.
 
     ``where`` names the row in errors, such as ``chats.jsonl line 3``.
     """
@@ -78,11 +93,12 @@ def document_from_row(row: Mapping[str, Any], where: str, text_key: str, message
         return Document(chat_segments(_messages(row[messages_key], where, messages_key)))
     text = row.get(text_key)
     if isinstance(text, str):
-        return Document.plain(text)
+        return Document.plain(_whole(text, where))
     if text_key in row:
         raise ValueError(f"{where}: {text_key!r} is {type(text).__name__}; expected text")
     raise ValueError(
-        f"{where}: found the columns {sorted(map(str, row))}, but neither {text_key!r} nor {messages_key!r}; "
+        f"{where}: found the columns {sorted(map(str, row))}, but neither {text_key!r} nor "
+        f"{messages_key!r}; "
         "set text_key or messages_key"
     )
 
@@ -93,13 +109,30 @@ def _messages(value: Any, where: str, key: str) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
-            raise ValueError(f"{where}: message {number} is {type(message).__name__}; expected an object")
+            raise ValueError(
+                f"{where}: message {number} is {type(message).__name__}; expected an object"
+            )
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise ValueError(f"{where}: message {number} has the role {role!r}; expected one of {', '.join(ROLES)}")
+            raise ValueError(
+                f"{where}: message {number} has the role {role!r}; expected one of "
+                f"{', '.join(ROLES)}"
+            )
         if not isinstance(content, str):
             raise ValueError(
-                f"{where}: message {number} has content of type {type(content).__name__}; expected text"
+                f"{where}: message {number} has content of type {type(content).__name__}; expected "
+                "text"
             )
-        pairs.append((role, content))
+        pairs.append((role, _whole(content, where)))
     return pairs
+
+
+def _whole(text: str, where: str) -> str:
+    """``text``, refused where half a character (a lone surrogate) makes it no Unicode text."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: character {error.start} is a lone surrogate; expected Unicode text"
+        ) from error
+    return text

@@ -1,16 +1,19 @@
-"""Documents from tables: JSONL, Parquet, datasets saved on disk. No torch here; pyarrow and datasets are imported when used."""
+"""Documents from tables: JSONL, Parquet, datasets saved on disk. No torch here; pyarrow and
+datasets are imported when used.
+"""
 
-import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from dualflow.data.documents import Document, document_from_row
+from dualflow.extras import require_extra
 
 
 def jsonl_documents(path: Path, text_key: str, messages_key: str) -> Iterator[Document]:
-    """One document per line; blank lines are passed over. Raises ``ValueError`` naming the line that is no such row."""
+    """One document per line; blank lines are passed over. Raises ``ValueError`` naming the line
+    that is no such row.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -21,13 +24,15 @@ def jsonl_documents(path: Path, text_key: str, messages_key: str) -> Iterator[Do
             except ValueError as error:
                 raise ValueError(f"{where}: not JSON ({error})") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{where}: found {type(row).__name__}; expected an object such as {{\"text\": \"...\"}}")
+                raise ValueError(
+                    f'{where}: found {type(row).__name__}; expected an object such as {{"text": "..."}}'
+                )
             yield document_from_row(row, where, text_key, messages_key)
 
 
 def parquet_documents(path: Path, text_key: str, messages_key: str) -> Iterator[Document]:
     """One document per row of a Parquet file, read in batches (extra ``data``)."""
-    parquet = _require_extra("pyarrow.parquet", f"reading {path}")
+    parquet = require_extra("pyarrow.parquet", "data", f"reading {path}")
     try:
         table = parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
@@ -35,7 +40,8 @@ def parquet_documents(path: Path, text_key: str, messages_key: str) -> Iterator[
     columns = [key for key in (text_key, messages_key) if key in table.schema_arrow.names]
     if not columns:
         raise ValueError(
-            f"{path}: found the columns {sorted(table.schema_arrow.names)}, but neither {text_key!r} nor "
+            f"{path}: found the columns {sorted(table.schema_arrow.names)}, but neither "
+            f"{text_key!r} nor "
             f"{messages_key!r}; set text_key or messages_key"
         )
     number = 0
@@ -51,14 +57,17 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def saved_dataset_documents(folder: Path, text_key: str, messages_key: str) -> Iterator[Document]:
-    """One document per row of a dataset saved on disk (extra ``data``): data files only, never a loading script."""
+    """One document per row of a dataset saved on disk (extra ``data``): data files only, never a
+    loading script.
+    """
     _check_data_files(folder)
-    datasets = _require_extra("datasets", f"reading {folder}")
+    datasets = require_extra("datasets", "data", f"reading {folder}")
     dataset = datasets.load_from_disk(str(folder))
     columns = [key for key in (text_key, messages_key) if key in dataset.column_names]
     if not columns:
         raise ValueError(
-            f"{folder}: found the columns {sorted(dataset.column_names)}, but neither {text_key!r} nor "
+            f"{folder}: found the columns {sorted(dataset.column_names)}, but neither {text_key!r} "
+            "nor "
             f"{messages_key!r}; set text_key or messages_key"
         )
     for number, row in enumerate(dataset.select_columns(columns)):
@@ -72,16 +81,9 @@ def _check_data_files(folder: Path) -> None:
         listed = [*(state.get("_data_files") or ()), *(state.get("_indices_data_files") or ())]
         names = [str(entry["filename"]) for entry in listed]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder}: state.json is not that of a saved dataset; save it again") from error
+        raise ValueError(
+            f"{folder}: state.json is not that of a saved dataset; save it again"
+        ) from error
     for name in names:
         if Path(name).name != name or "\\" in name:
             raise ValueError(f"{folder}: state.json names a file outside the folder; refused")
-
-
-def _require_extra(module: str, purpose: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(
-            f"{purpose} needs {module.partition('.')[0]}, which is not installed; pip install 'dualflow[data]'"
-        ) from error

@@ -1,7 +1,10 @@
-"""Where text comes from: files and folders, the interpreter's standard library, datasets saved on disk. No torch here.
+"""Where text comes from: files and folders, the interpreter's standard library, datasets saved on
+disk. No torch here.
 
-A source gives its documents in a fixed order as often as it is asked, and an identity: a hash of what it holds. A text
-file is one document. Nothing is fetched from anywhere, and nothing found in the data is run.
+A source gives its documents in a fixed order as often as it is asked, and an identity: a hash of
+what it holds. A text file is one document; a folder's ``.jsonl`` and ``.parquet`` files are read
+row by row, and where there are any, its other files are not read. Nothing is fetched from anywhere,
+and nothing found in the data is run.
 """
 
 import hashlib
@@ -20,11 +23,28 @@ from dualflow.data.config import DataConfig
 from dualflow.data.documents import Document
 
 PYTHON_STDLIB = "python-stdlib"
-_ROW_SUFFIXES = {".jsonl": rows.jsonl_documents, ".ndjson": rows.jsonl_documents, ".parquet": rows.parquet_documents}
-# Left out of the standard library: its tests, what is installed beside it, and what a build or a site wrote into it
-# (those hold the machine's own paths).
-_STDLIB_SKIPPED_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "config-*")
-_STDLIB_SKIPPED_FILES = ("_sysconfigdata*.py", "_sysconfig_vars*", "sitecustomize.py", "usercustomize.py")
+_ROW_SUFFIXES = {
+    ".jsonl": rows.jsonl_documents,
+    ".ndjson": rows.jsonl_documents,
+    ".parquet": rows.parquet_documents,
+}
+# Left out of the standard library: its tests, what is installed beside it, and what a build or a
+# site wrote into it (those hold the machine's own paths).
+_STDLIB_SKIPPED_FOLDERS = (
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "config-*",
+)
+_STDLIB_SKIPPED_FILES = (
+    "_sysconfigdata*.py",
+    "_sysconfig_vars*",
+    "sitecustomize.py",
+    "usercustomize.py",
+)
 
 
 class Source(Protocol):
@@ -44,7 +64,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FileSource:
-    """Files under ``root``, read by suffix. ``lenient``: a file that is not UTF-8 text is passed over."""
+    """Files under ``root``, read by suffix. ``lenient``: a file that is not UTF-8 text is passed
+    over.
+    """
 
     name: str
     root: Path
@@ -69,7 +91,8 @@ class FileSource:
             if self.lenient:
                 return
             raise ValueError(
-                f"{path}: not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); convert it to UTF-8"
+                f"{path}: not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}); "
+                "convert it to UTF-8"
             ) from error
         yield Document.plain(text, split_key=path.relative_to(self.root).as_posix())
 
@@ -94,9 +117,11 @@ class SavedDatasetSource:
 
 
 def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
-    """The source to train on, and the one to validate on where the configuration or a saved dataset names it.
+    """The source to train on, and the one to validate on where the configuration or a saved dataset
+    names it.
 
-    Raises ``FileNotFoundError`` where a path is absent and ``ValueError`` where nothing in it can be read as text.
+    Raises ``FileNotFoundError`` where a path is absent and ``ValueError`` where nothing in it can
+    be read as text.
     """
     train = _open(config, config.source, config.split)
     if config.validation_source is not None:
@@ -113,7 +138,8 @@ def _open(config: DataConfig, source: str, split: str) -> Source:
     path = Path(source).expanduser()
     if not path.exists():
         raise FileNotFoundError(
-            f"{source}: no such file or folder; expected a path on this machine, or {PYTHON_STDLIB} for the built-in text"
+            f"{source}: no such file or folder; expected a path on this machine, or "
+            f"{PYTHON_STDLIB} for the built-in text"
         )
     if rows.is_saved_dataset(path):
         return SavedDatasetSource(source, path, config.text_key, config.messages_key)
@@ -121,12 +147,20 @@ def _open(config: DataConfig, source: str, split: str) -> Source:
     if splits:
         if split not in splits:
             raise ValueError(f"{source}: no split {split!r}; found {', '.join(splits)}; set split")
-        return SavedDatasetSource(f"{source} ({split})", path / split, config.text_key, config.messages_key)
+        return SavedDatasetSource(
+            f"{source} ({split})", path / split, config.text_key, config.messages_key
+        )
     files = _walk(path) if path.is_dir() else (path,)
     if not files:
-        raise ValueError(f"{source}: the folder holds no files; expected text, .jsonl or .parquet files")
+        raise ValueError(
+            f"{source}: the folder holds no files; expected text, .jsonl or .parquet files"
+        )
+    # Tables beside a README or a licence are the data; the texts around them are not.
+    tables = tuple(file for file in files if file.suffix.lower() in _ROW_SUFFIXES)
     root = path if path.is_dir() else path.parent
-    return FileSource(source, root, files, config.text_key, config.messages_key, lenient=path.is_dir())
+    return FileSource(
+        source, root, tables or files, config.text_key, config.messages_key, lenient=path.is_dir()
+    )
 
 
 def _standard_library(config: DataConfig) -> FileSource:
@@ -134,11 +168,13 @@ def _standard_library(config: DataConfig) -> FileSource:
     files = tuple(
         path
         for path in _walk(root, _STDLIB_SKIPPED_FOLDERS)
-        if path.suffix == ".py" and not any(fnmatch(path.name, pattern) for pattern in _STDLIB_SKIPPED_FILES)
+        if path.suffix == ".py"
+        and not any(fnmatch(path.name, pattern) for pattern in _STDLIB_SKIPPED_FILES)
     )
     if not files:
         raise ValueError(
-            f"{PYTHON_STDLIB}: this interpreter came without its library's source; give the path of a text instead"
+            f"{PYTHON_STDLIB}: this interpreter came without its library's source; give the path "
+            "of a text instead"
         )
     name = f"{PYTHON_STDLIB} ({platform.python_version()})"
     return FileSource(name, root, files, config.text_key, config.messages_key, lenient=True)
@@ -149,10 +185,17 @@ def _walk(root: Path, skipped_folders: tuple[str, ...] = ()) -> tuple[Path, ...]
     found: list[Path] = []
     for folder, names, files in os.walk(root, followlinks=False):
         names[:] = [
-            name for name in names if name[0] != "." and not any(fnmatch(name, skip) for skip in skipped_folders)
+            name
+            for name in names
+            if name[0] != "." and not any(fnmatch(name, skip) for skip in skipped_folders)
         ]
         found += [Path(folder, name) for name in files if name[0] != "."]
-    return tuple(sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).as_posix()))
+    return tuple(
+        sorted(
+            (path for path in found if path.is_file()),
+            key=lambda path: path.relative_to(root).as_posix(),
+        )
+    )
 
 
 def _dataset_splits(folder: Path) -> tuple[str, ...]:
@@ -162,7 +205,9 @@ def _dataset_splits(folder: Path) -> tuple[str, ...]:
     except (OSError, ValueError, KeyError, TypeError):
         return ()
     # A split's name is a folder's name; anything that would lead elsewhere is no split.
-    return tuple(name for name in splits if rows.is_saved_dataset(folder / name) and Path(name).name == name)
+    return tuple(
+        name for name in splits if rows.is_saved_dataset(folder / name) and Path(name).name == name
+    )
 
 
 def _files_identity(root: Path, files: tuple[Path, ...]) -> str:

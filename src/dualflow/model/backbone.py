@@ -124,8 +124,11 @@ class CausalLM(nn.Module):
         h_RD, made = self._layers(h_RD, rows, kv)
         n_RD = per_flow(h_RD, rows, self.model.norm, [getattr(flow, "norm", None) for flow in self.model.aux])
         primary_TD = rows.primary(n_RD)
-        aux_FAD = rows.aux(n_RD) if num_flows else primary_TD.new_empty(0, *primary_TD.shape)
-        return StepOutput(primary_TD, None if aux is None else aux_FAD, made if keep else None)
+        aux_FAD = None
+        if aux is not None:
+            none_FAD = primary_TD.new_empty(0, len(aux.tokens_A), primary_TD.shape[1])
+            aux_FAD = rows.aux(n_RD) if num_flows else none_FAD
+        return StepOutput(primary_TD, aux_FAD, made if keep else None)
 
     def _layers(self, h_RD: Tensor, rows: Rows, kv: Sequence[KVWriter]) -> tuple[Tensor, list[Kept]]:
         rotary = None

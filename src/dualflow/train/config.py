@@ -140,7 +140,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One complete run. Two runs with equal ``fingerprint()`` and thread count give the same losses bit for bit."""
+    """One complete run. Runs of equal ``fingerprint()`` have the same losses, up to rounding."""
 
     name: str
     seed: int = 0

@@ -78,6 +78,7 @@ class Optimizers:
         self.groups = assign_groups(model, config) if groups is None else groups
         self.parameters = _trainable(model)
         check_cover(self.groups, self.parameters)
+        self._lr, self._factor = config.lr, 1.0
         self._optimizers: dict[OptimizerName, torch.optim.Optimizer] = {}
         for name in dict.fromkeys(group.optimizer for group in self.groups):
             own = [self._torch_group(group) for group in self.groups if group.optimizer == name]
@@ -89,9 +90,15 @@ class Optimizers:
 
     def set_factor(self, factor: float) -> None:
         """Set every group's learning rate to its peak times the schedule's ``factor``."""
+        self._factor = factor
         for optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
+
+    @property
+    def learning_rate(self) -> float:
+        """The present rate of AdamW's plain groups: the peak ``lr`` times the schedule's factor."""
+        return self._lr * self._factor
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -142,7 +149,7 @@ class Optimizers:
             raise ValueError(f"optimizer state of parameters this run does not train that way: {left}")
 
     def table(self) -> str:
-        """The groups with their settings and every parameter's name and shape, for the log of a run's start."""
+        """The groups with their settings and every parameter's name and shape (equal layers in one line), for the log of a run's start."""
         lines: list[str] = []
         for group in self.groups:
             count = sum(self.parameters[name].numel() for name in group.parameters)
@@ -150,7 +157,7 @@ class Optimizers:
                 f"{group.name}: {group.optimizer}, peak lr {group.lr:g}, weight decay {group.weight_decay:g}, "
                 f"{len(group.parameters)} tensors, {count:,} parameters"
             )
-            lines += [f"  {name} {list(self.parameters[name].shape)}" for name in group.parameters]
+            lines += [f"  {name}" for name in _by_layers(group.parameters, self.parameters)]
         return "\n".join(lines)
 
     def _owned(self) -> Iterable[tuple[OptimizerName, str, nn.Parameter]]:
@@ -192,6 +199,19 @@ def _build(
     beta1, beta2 = config.betas
     fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
     return torch.optim.AdamW(groups, betas=(beta1, beta2), eps=config.eps, fused=fused)
+
+
+def _by_layers(names: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Names with shapes; those that differ by the layer's number alone as one: ``layers.{0,1,2}.mlp.up_proj...``."""
+    layers: dict[tuple[str, str, str], list[str]] = {}
+    for name in names:
+        before, number, after = (*re.split(r"(?<=layers)\.(\d+)\.", name, maxsplit=1), "", "")[:3]
+        layers.setdefault((before, after, str(list(parameters[name].shape))), []).append(number)
+    lines: list[str] = []
+    for (before, after, shape), numbers in layers.items():
+        where = f".{numbers[0]}." if len(numbers) == 1 else f".{{{','.join(numbers)}}}."
+        lines.append(f"{before}{where if after else ''}{after} {shape}")
+    return lines
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Learning-rate schedules: pure functions of the optimizer step, never of micro-batches or of what came before.
 
-A schedule gives a factor within (0, 1] by which every group's peak rate is multiplied. Steps count from 0; of a run of
+A schedule gives a factor within [0, 1] by which every group's peak rate is multiplied. Steps count from 0; of a run of
 n steps the last is n − 1. Being pure, a schedule has no state to save: a resumed run has the rates of a straight one.
 """
 

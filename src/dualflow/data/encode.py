@@ -1,0 +1,84 @@
+"""Documents to token ids, many at a time. No torch here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualflow.data.documents import Document
+from dualflow.data.split import Split
+from dualflow.data.tokenizers import Tokenizer
+
+_BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class EncodedDocument:
+    """Ids with the end-of-text token behind them; ``counted`` None: every token is a target of the
+    loss.
+    """
+
+    ids: NDArray[np.uint32]
+    counted: NDArray[np.uint8] | None
+    text_bytes: int
+    characters: int
+
+
+def encode_documents(
+    tokenizer: Tokenizer, documents: Iterator[tuple[Document, Split]]
+) -> Iterator[tuple[Split, EncodedDocument]]:
+    """Encode in batches of about a million characters; the order stays.
+
+    Raises ``ValueError`` where a chat needs control tokens that the tokenizer does not have.
+    """
+    batch: list[tuple[Document, Split]] = []
+    characters = 0
+    for document, split in documents:
+        batch.append((document, split))
+        characters += document.num_characters
+        if characters >= _BATCH_CHARACTERS:
+            yield from _encode_batch(tokenizer, batch)
+            batch, characters = [], 0
+    yield from _encode_batch(tokenizer, batch)
+
+
+def _encode_batch(
+    tokenizer: Tokenizer, batch: list[tuple[Document, Split]]
+) -> Iterator[tuple[Split, EncodedDocument]]:
+    texts = [s.text for document, _ in batch for s in document.segments if not s.control]
+    encoded = iter(tokenizer.encode_batch(texts))
+    for document, split in batch:
+        ids = [
+            [_control_id(tokenizer, s.text)] if s.control else next(encoded)
+            for s in document.segments
+        ]
+        counted = [s.counted for s in document.segments]
+        yield split, _join(document, ids, counted, tokenizer.eos_id)
+
+
+def _join(
+    document: Document, ids: list[list[int]], counted: list[bool], eos_id: int
+) -> EncodedDocument:
+    # A text ends where its end-of-text token says; a chat's turns end with a control token of their
+    # own, and what comes after the last turn is no answer, so it does not count.
+    flags = (
+        None if all(counted) else np.repeat([*counted, False], [*map(len, ids), 1]).astype(np.uint8)
+    )
+    return EncodedDocument(
+        ids=np.fromiter(chain(chain.from_iterable(ids), [eos_id]), np.uint32),
+        counted=flags,
+        text_bytes=document.num_bytes,
+        characters=document.num_characters,
+    )
+
+
+def _control_id(tokenizer: Tokenizer, name: str) -> int:
+    found = tokenizer.id_of(name)
+    if found is None:
+        raise ValueError(
+            f"the data holds chats, but the tokenizer has no token {name}; use one that has, or "
+            "bytes or bpe:N"
+        )
+    return found

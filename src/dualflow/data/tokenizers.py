@@ -1,0 +1,262 @@
+"""Text to token ids and back: bytes, a BPE trained here, or an existing ``tokenizer.json``. No
+torch here.
+
+All three are one ``tokenizers`` object, so there is one way to encode and one file to save. Text is
+encoded as it is: nothing is normalised by the tokenizers made here, every byte sequence that is
+UTF-8 comes back unchanged, and control tokens written out in a text stay plain characters unless
+the caller asks otherwise.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from dualflow.data.config import SPECIAL_TOKENS, bpe_size
+
+# How tokenizer files of well-known families call their end of text, most specific first.
+_EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+_LONG_TEXT = 1 << 18
+
+
+class Tokenizer:
+    """A ``tokenizers.Tokenizer`` with its end-of-text token known and its ways of altering text
+    switched off.
+
+    Raises ``ValueError`` where ``eos_token`` is None and the tokenizer has none of the usual ones,
+    or lacks ``eos_token``.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None = None) -> None:
+        self._backend = backend
+        # A file may ask for truncation or padding; both would silently change what is trained on.
+        backend.no_truncation()
+        backend.no_padding()
+        self.eos_token = eos_token or next(
+            (name for name in _EOS_NAMES if self.id_of(name) is not None), None
+        )
+        eos_id = None if self.eos_token is None else self.id_of(self.eos_token)
+        if eos_id is None:
+            wanted = eos_token or f"any of {', '.join(_EOS_NAMES)}"
+            raise ValueError(
+                f"the tokenizer has no end-of-text token ({wanted}); set eos_token to the one it "
+                "uses"
+            )
+        self.eos_id: int = eos_id
+
+    @classmethod
+    def from_json(cls, text: str, eos_token: str | None = None) -> "Tokenizer":
+        """The tokenizer a ``tokenizer.json`` holds. Raises ``ValueError`` where it is not one."""
+        try:
+            backend = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(f"not a tokenizer.json ({error})") from error
+        return cls(backend, eos_token)
+
+    def to_json(self) -> str:
+        """The whole tokenizer as the text of a ``tokenizer.json``."""
+        return self._backend.to_str(pretty=False)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Rows an embedding needs: the highest id + 1, which a tokenizer with gaps reaches before
+        its count.
+        """
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the control tokens."""
+        return frozenset(self._special.values())
+
+    def id_of(self, token: str) -> int | None:
+        """The id of one token by its name, None where there is no such token."""
+        return self._backend.token_to_id(token)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Ids of ``text``; with ``special``, control tokens written out in it become those tokens."""
+        return self.encode_batch([text], special)[0]
+
+    def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """``encode`` of many texts at once, in parallel."""
+        pieces = [self._pieces(text, special) for text in texts]
+        self._backend.encode_special_tokens = not special
+        encodings = self._backend.encode_batch_fast(
+            [p for ps in pieces for p in ps], add_special_tokens=False
+        )
+        ids = iter(encoding.ids for encoding in encodings)
+        return [[token for _ in ps for token in next(ids)] for ps in pieces]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
+        """The text of ``ids``; bytes that are no whole character become U+FFFD."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+    def _pieces(self, text: str, special: bool) -> list[str]:
+        pieces = [text]
+        if not special and self._reads_control_names:
+            pieces = _cut_inside(text, self._control_names)
+        return [cut for piece in pieces for cut in self._cut_long(piece)]
+
+    def _cut_long(self, text: str) -> list[str]:
+        """Pieces of a very long text that encode to the ids of the whole: the library's memory
+        grows with a text.
+        """
+        if len(text) <= 2 * _LONG_TEXT or not self._may_cut:
+            return [text]
+        cuts, start = [0], 0
+        while (match := _CUT.search(text, start + _LONG_TEXT)) is not None:
+            start = match.start() + 1
+            cuts.append(start)
+        return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    @cached_property
+    def _control_names(self) -> re.Pattern[str]:
+        return re.compile(
+            "|".join(re.escape(name) for name in sorted(self._special, key=len, reverse=True))
+        )
+
+    @cached_property
+    def _reads_control_names(self) -> bool:
+        """Whether the vocabulary itself (Unigram, WordPiece, ...) turns a written-out control name
+        into the token.
+        """
+        self._backend.encode_special_tokens = True
+        names = [name for name in self._special if len(name) > 1]
+        encodings = self._backend.encode_batch_fast(names, add_special_tokens=False)
+        return any(self.special_ids.intersection(encoding.ids) for encoding in encodings)
+
+    @cached_property
+    def _may_cut(self) -> bool:
+        """Whether encoding ``a`` and then a line break and ``b`` apart gives the ids of both
+        together.
+        """
+        whole, *parts = (
+            self._backend.encode(t, add_special_tokens=False).ids for t in ("a\nb a", "a", "\nb a")
+        )
+        return whole == [token for part in parts for token in part]
+
+
+# Between a letter and a line break: no pre-tokenizer in use joins what stands on both sides.
+_CUT = re.compile(r"[A-Za-z](?=\r?\n)")
+
+
+def _cut_inside(text: str, names: re.Pattern[str]) -> list[str]:
+    """``text`` cut behind the first character of every name in it, so that no piece holds a whole
+    name.
+    """
+    cuts = [0, *(match.start() + 1 for match in names.finditer(text)), len(text)]
+    return [text[a:b] for a, b in pairwise(cuts) if a < b]
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Id = byte for 0..255, then the control tokens: 259 ids."""
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = _byte_level(models.BPE(vocab=vocab, merges=[]))
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS]
+    )
+    return Tokenizer(backend)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of exactly ``vocab_size`` ids, control tokens first; the same texts give the
+    same tokenizer.
+
+    Raises ``ValueError`` where the texts hold too little to make that many ids from.
+    """
+    backend = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[
+            AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS
+        ],
+        initial_alphabet=_byte_characters(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    found = backend.get_vocab_size()
+    if found != vocab_size:
+        raise ValueError(
+            f"the training text is too short for a vocabulary of {vocab_size} ids: it gave "
+            f"{found}; "
+            f"use bpe:{found} or bytes, or give more text"
+        )
+    return Tokenizer(backend)
+
+
+def load_tokenizer(name: str | Path, eos_token: str | None = None) -> Tokenizer:
+    """``bytes``, or the ``tokenizer.json`` at a path or in the folder at a path.
+
+    A ``tokenizer_config.json`` beside it is read for the end-of-text token alone. ``bpe:N`` is not
+    loaded but trained (``dualflow.data.prepare``). Raises ``FileNotFoundError`` where there is no
+    such file.
+    """
+    if str(name) == "bytes":
+        return bytes_tokenizer()
+    if bpe_size(str(name)) is not None:
+        raise ValueError(
+            f"tokenizer {name!r} has to be trained on a text; run: dualflow data prepare SOURCE "
+            f"--tokenizer {name}"
+        )
+    path = tokenizer_file(name)
+    try:
+        return Tokenizer.from_json(
+            path.read_text(encoding="utf-8"), eos_token or configured_eos(path.parent)
+        )
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def tokenizer_file(name: str | Path) -> Path:
+    """The ``tokenizer.json`` that a path means. Raises ``FileNotFoundError`` naming it and where it
+    was looked for.
+    """
+    path = Path(name).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"tokenizer {str(name)!r}: no file {file.name} in {file.parent}; expected bytes, bpe:N "
+            "or the path of a tokenizer.json"
+        )
+    return file
+
+
+def configured_eos(folder: Path) -> str | None:
+    """The end-of-text token that a ``tokenizer_config.json`` in ``folder`` names, if any."""
+    try:
+        config: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        token = config.get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    # The library's stubs leave these attributes untyped.
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return backend
+
+
+def _byte_characters() -> list[str]:
+    """The visible character that stands for each byte in byte-level vocabularies (GPT-2): index =
+    byte.
+
+    Printable bytes stand for themselves; the others take the code points from 256 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]

@@ -1,0 +1,88 @@
+"""Tiny model configurations: every variant, every family and every switch of the auxiliary flow.
+
+Sizes are small but pairwise different where a mix-up could hide (8 query heads on 2 kv heads, an
+intermediate size that is no multiple of the model's, a vocabulary unlike all of them).
+"""
+
+import dataclasses
+from typing import Any
+
+from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig, Variant
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama_mha_tied": {"num_kv_heads": 8, "tie_embeddings": True},
+    "gpt2": {
+        "norm": "layernorm",
+        "norm_eps": 1e-5,
+        "position": "learned",
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp": "gelu",
+        "mlp_bias": True,
+        "num_kv_heads": 8,
+        "tie_embeddings": True,
+    },
+    "qwen2": {"attention_bias": True, "rope_theta": 1e6},
+    "qwen3": {"qk_norm": True, "head_dim": 6},
+    "nanogpt": {"qk_norm": True, "mlp": "relu2", "num_kv_heads": 8, "tie_embeddings": True},
+    "geglu": {"mlp": "geglu", "tie_embeddings": True},
+    "padded_vocabulary": {"vocab_size": 64, "real_vocab_size": 53},
+}
+"""What each family changes in ``tiny_config``: every family switch has a row that turns it."""
+
+_AUX_ONLY = ReadoutConfig(kind="aux_only")
+
+FLOWS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "minimal": {"aux": AuxConfig(couplings=()), "readout": _AUX_ONLY},
+    "coupling": {"readout": _AUX_ONLY},
+    "mixture_without_coupling": {"aux": AuxConfig(couplings=())},
+    "primary_loss": {"readout": ReadoutConfig(primary_loss_weight=0.3)},
+    "fixed_alpha_gradient": {"readout": ReadoutConfig(alpha_gradient=False)},
+    "primary_only": {"readout": ReadoutConfig(kind="primary_only")},
+    "query_coupling": {"aux": AuxConfig(couplings=("query",))},
+    "intermediate_coupling": {"aux": AuxConfig(couplings=("intermediate",))},
+    "output_coupling": {"aux": AuxConfig(couplings=("output",))},
+    "three_flows": {"aux": AuxConfig(num_flows=3)},
+    "tied_embedding": {"aux": AuxConfig(embedding="tied")},
+    "separate_norms": {"aux": AuxConfig(flow_norms="separate")},
+    "owns_query": {"aux": AuxConfig(owns=("q_proj",))},
+    "owns_everything": {"aux": AuxConfig(owns=("q_proj", "o_proj", "mlp", "lm_head"))},
+    "lora": {"aux": AuxConfig(owns=("q_proj", "o_proj", "mlp", "lm_head"), lora_rank=2)},
+    "two_flows_own_mlp": {"aux": AuxConfig(num_flows=2, owns=("mlp",), flow_norms="separate")},
+}
+"""What each kind of dual model changes: every switch of the auxiliary flow and of the readout has a
+row.
+"""
+
+
+def tiny_config(variant: Variant = "standard", **changes: Any) -> ModelConfig:
+    """A Llama-like model of two layers and some ten thousand parameters, with ``changes`` to its
+    fields.
+
+    D 32, 8 query heads on 2 kv heads of 4, F 44, vocabulary 53, 128 positions.
+    """
+    fields: dict[str, Any] = {
+        "variant": variant,
+        "vocab_size": 53,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "intermediate_size": 44,
+        "max_position": 128,
+        # Larger than in training, so that attention is far from uniform and the logits differ.
+        "init_std": 0.2,
+    }
+    return ModelConfig(**(fields | changes))
+
+
+def family_config(family: str, variant: Variant = "standard", **changes: Any) -> ModelConfig:
+    """``tiny_config`` with the switches of one of ``FAMILIES``."""
+    return tiny_config(variant, **(FAMILIES[family] | changes))
+
+
+def flow_config(flow: str, **changes: Any) -> ModelConfig:
+    """A dual ``tiny_config`` with one of ``FLOWS``."""
+    return dataclasses.replace(tiny_config("dual", **FLOWS[flow]), **changes)

@@ -1,0 +1,197 @@
+"""Checkpoints: a model folder with the trainer's state beside it, whole or not there, and exact to the last bit.
+
+``checkpoints/step-00000123/`` holds what ``dualflow.checkpoint`` writes plus
+
+* ``trainer.safetensors``: the optimizers' state under ``optimizer/``, the random generators' under ``random/``;
+* ``trainer.json``: step, tokens, seconds, the loader's position, the last validation, the run's identity.
+
+``checkpoints/latest`` names the newest one.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualflow.checkpoint.atomic import atomic_folder, write_atomic
+from dualflow.checkpoint.locate import is_model_folder
+from dualflow.checkpoint.store import write_model
+from dualflow.checkpoint.tensors import load_tensors, save_tensors
+from dualflow.train.config import RunConfig
+from dualflow.train.optimizers import Optimizers
+from dualflow.train.parallel import Parallel
+from dualflow.train.run_folder import write_json
+
+FORMAT_VERSION = 1
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    step:           optimizer steps done.
+    tokens:         positions trained on, over all ranks.
+    train_seconds:  wall time spent in optimizer steps; validation, saving and compilation are not in it.
+    validation:     the last validation's metrics record.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    train_seconds: float = 0.0
+    validation: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a checkpoint holds beside the model."""
+
+    progress: Progress
+    loader: dict[str, Any]
+    config: dict[str, Any]
+    fingerprint: str
+    tensors: dict[str, Tensor] = field(repr=False)
+
+
+def save_checkpoint(
+    checkpoints: Path,
+    model: nn.Module,
+    optimizers: Optimizers,
+    progress: Progress,
+    loader: Mapping[str, Any],
+    config: RunConfig,
+    *,
+    tokenizer_json: str | Path | None,
+    parallel: Parallel,
+) -> Path | None:
+    """Write ``step-N``, point ``latest`` at it, remove all but the newest ``train.keep_last``; rank 0 writes.
+
+    Every rank calls it: each contributes the state of its random generator. Returns the folder, None on other ranks.
+    """
+    tensors = {f"optimizer/{name}": tensor for name, tensor in optimizers.state_tensors().items()}
+    tensors |= {f"random/{name}": tensor for name, tensor in random_state(parallel).items()}
+    if not parallel.is_main:
+        return None
+    folder = checkpoints / f"step-{progress.step:08d}"
+    with atomic_folder(folder, replaceable=is_model_folder) as temporary:
+        write_model(model, temporary, tokenizer_json=tokenizer_json, metrics=losses_of(progress.validation))
+        save_tensors(temporary / "trainer.safetensors", tensors)
+        header = {
+            "format_version": FORMAT_VERSION,
+            **asdict(progress),
+            "loader": dict(loader),
+            "fingerprint": config.fingerprint(),
+            "config": config.identity(),
+        }
+        write_json(temporary / "trainer.json", header)
+    write_atomic(checkpoints / "latest", lambda path: path.write_text(folder.name + "\n", encoding="utf-8"))
+    _prune(checkpoints, config.train.keep_last, newest=folder)
+    return folder
+
+
+def find_checkpoint(checkpoints: Path) -> Path | None:
+    """The checkpoint to resume from: the one ``latest`` names, else the one of the highest step; None: there is none."""
+    pointer = checkpoints / "latest"
+    if pointer.is_file():
+        folder = checkpoints / pointer.read_text(encoding="utf-8").strip()
+        if folder.parent == checkpoints and (folder / "trainer.json").is_file():
+            return folder
+    whole = [path for path in _steps(checkpoints) if (path / "trainer.json").is_file()]
+    return whole[-1] if whole else None
+
+
+def read_checkpoint(folder: Path, config: RunConfig) -> TrainerState:
+    """The trainer's state in ``folder``, for a run of ``config``.
+
+    Raises ``ValueError`` where a file is missing or damaged, or where the checkpoint's run differs from ``config`` in
+    anything that decides the losses; the message names those fields.
+    """
+    path = folder / "trainer.json"
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+        if header["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format_version is {header['format_version']}; this dualflow reads {FORMAT_VERSION}")
+        progress = Progress(
+            step=header["step"],
+            tokens=header["tokens"],
+            train_seconds=header["train_seconds"],
+            validation=header["validation"],
+        )
+        tensors = load_tensors(folder / "trainer.safetensors")
+        state = TrainerState(progress, header["loader"], header["config"], header["fingerprint"], tensors)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path.parent} is not a checkpoint that can be resumed: {error}") from error
+    _check_identity(folder, state, config)
+    return state
+
+
+def restore(state: TrainerState, optimizers: Optimizers, parallel: Parallel) -> None:
+    """Put the optimizers and this rank's random generators back where they were when ``state`` was saved."""
+    optimizers.load_state_tensors(_under(state.tensors, "optimizer/"))
+    generators = _under(state.tensors, "random/")
+    own = generators.get(f"cpu/{parallel.rank}")
+    if own is None:
+        raise ValueError(
+            f"the checkpoint was saved by {sum(name.startswith('cpu/') for name in generators)} ranks, "
+            f"this is rank {parallel.rank}; resume with as many"
+        )
+    torch.set_rng_state(own)
+    if torch.cuda.is_available() and f"cuda/{parallel.rank}" in generators:
+        torch.cuda.set_rng_state(generators[f"cuda/{parallel.rank}"])
+
+
+def random_state(parallel: Parallel) -> dict[str, Tensor]:
+    """The states of all ranks' random generators, as byte tensors."""
+    states = {f"cpu/{rank}": t for rank, t in enumerate(parallel.gather(torch.get_rng_state()))}
+    if torch.cuda.is_available() and parallel.world_size == 1:
+        states["cuda/0"] = torch.cuda.get_rng_state()
+    return states
+
+
+def losses_of(validation: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A validation record under the names of model folders and results; None where nothing was validated yet."""
+    names = {"val_loss": "loss", "val_loss_p": "loss_p", "val_loss_q": "loss_q", "step": "step", "tokens": "tokens"}
+    return {name: None if validation is None else validation[key] for name, key in names.items()}
+
+
+def _check_identity(folder: Path, state: TrainerState, config: RunConfig) -> None:
+    if state.fingerprint == config.fingerprint():
+        return
+    now = config.identity()
+    changed = [
+        f"{key} ({state.config.get(key)!r} there, {now.get(key)!r} now)"
+        for key in sorted(state.config.keys() | now.keys())
+        if state.config.get(key) != now.get(key)
+    ]
+    raise ValueError(
+        f"{folder} belongs to a run of another configuration: {', '.join(changed[:5]) or 'it was edited'}; "
+        "a run is resumed as it was begun: take these back, or start a new run under another name"
+    )
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _steps(checkpoints: Path) -> list[Path]:
+    """Checkpoint folders by step, oldest first."""
+    found = [path for path in checkpoints.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _prune(checkpoints: Path, keep: int, newest: Path) -> None:
+    # A checkpoint beyond the newest one is left over from a run that was taken up again at an earlier step.
+    number = int(newest.name.removeprefix("step-"))
+    steps = _steps(checkpoints)
+    later = [path for path in steps if int(path.name.removeprefix("step-")) > number]
+    earlier = [path for path in steps if path not in later]
+    for path in later + earlier[:-keep]:
+        doomed = path.with_name(f".{path.name}.removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)  # so that a folder half removed never looks like a checkpoint
+        shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,64 @@
+"""torch.compile where it works: the loss function is compiled, never the module, so parameter names stay as they are."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+CompileMode = Literal["auto", "on", "off"]
+
+
+def compile_loss(
+    loss: Callable[..., Any], mode: CompileMode, trial: Callable[[Callable[..., Any]], None]
+) -> tuple[Callable[..., Any], str]:
+    """``loss`` compiled as ``mode`` asks, and a note for the log on what was done.
+
+    trial: runs the compiled function forward and backward once; compilation happens in it, so that in mode ``auto``
+           whatever goes wrong leads back to ``loss`` itself before anything has been trained.
+    Raises ``ValueError`` in mode ``on`` where compilation fails.
+    """
+    if mode == "off":
+        return loss, "eager (train.compile is off)"
+    compiler = find_cpp_compiler()
+    if compiler is None and mode == "auto":
+        return loss, "eager: no working C++ compiler was found (install g++ or clang++ for a much faster run)"
+    compiled = torch.compile(loss, dynamic=False)
+    try:
+        trial(compiled)
+    except Exception as error:  # a compiler may raise anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        if mode == "on":
+            raise ValueError(
+                f"torch.compile failed ({reason}); set train.compile to 'off', or 'auto' to fall back by itself"
+            ) from error
+        torch.compiler.reset()
+        return loss, f"eager: torch.compile failed ({reason})"
+    return compiled, "compiled"
+
+
+def find_cpp_compiler() -> str | None:
+    """The C++ compiler torch.compile would call, if it can build and link a trivial program; else None."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++", "cl"):
+        path = shutil.which(name) if name else None
+        if path is not None and _works(path):
+            return path
+    return None
+
+
+def _works(compiler: str) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("#include <cmath>\nint main() { return std::isnan(1.0); }\n")
+        output = ["/Feprobe.exe"] if Path(compiler).stem == "cl" else ["-o", "probe"]
+        try:
+            done = subprocess.run(
+                [compiler, str(source), *output], cwd=folder, capture_output=True, timeout=60, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return done.returncode == 0

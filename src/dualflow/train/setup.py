@@ -1,0 +1,201 @@
+"""Everything a run needs before its first step, built from its configuration."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dualflow.checkpoint.store import load_model
+from dualflow.data import BatchLoader, PreparedData, prepare
+from dualflow.model import CausalLM, build_model
+from dualflow.train.checkpoints import Progress, find_checkpoint, read_checkpoint, restore
+from dualflow.train.compilation import compile_loss
+from dualflow.train.config import RunConfig, with_vocabulary
+from dualflow.train.logs import Sink, open_sinks
+from dualflow.train.machine import autocast_for
+from dualflow.train.optimizers import Optimizers
+from dualflow.train.parallel import Parallel
+from dualflow.train.run_folder import RunFolder, truncate_metrics, write_records
+from dualflow.train.schedule import effective_warmup
+from dualflow.train.step import Autocast, LossFunction
+
+Note = Callable[[str], None]
+
+
+@dataclass
+class Throughput:
+    """Tokens and seconds of the optimizer steps since the last line of metrics."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Count one step."""
+        self.tokens += tokens
+        self.seconds += seconds
+
+    def take_rate(self) -> float:
+        """Tokens per second since the last call."""
+        rate = self.tokens / max(self.seconds, 1e-9)
+        self.tokens, self.seconds = 0, 0.0
+        return round(rate, 1)
+
+
+@dataclass
+class Run:
+    """A run between its set-up and its end.
+
+    config:       with the model fitted to the data's vocabulary.
+    total_steps:  the step the run ends with: ``train.steps``, or fewer where the data may be read only once.
+    saved_step:   the step of the newest checkpoint; None: there is none.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    device: torch.device
+    parallel: Parallel
+    data: PreparedData
+    loader: BatchLoader
+    model: CausalLM
+    loss_function: LossFunction
+    compiled: bool
+    autocast: Autocast
+    optimizers: Optimizers
+    micro_batch_size: int
+    total_steps: int
+    progress: Progress
+    saved_step: int | None
+    sinks: Sequence[Sink]
+    unlogged: Throughput = field(default_factory=Throughput)
+
+    @property
+    def step_tokens(self) -> int:
+        """Positions of one global batch."""
+        return self.config.train.batch_size * self.config.data.sequence_length
+
+
+def set_up(
+    config: RunConfig, folder: RunFolder, device: torch.device, parallel: Parallel, *, resumed: bool, note: Note
+) -> Run:
+    """Prepare data, build or restore model, optimizers and loader, and write the run's records.
+
+    Raises ``ValueError`` where the configuration does not fit the data, the ranks or the checkpoint.
+    """
+    data = _prepare_data(config, parallel, note)
+    config = with_vocabulary(config, data.vocab_size)
+    checkpoint = find_checkpoint(folder.checkpoints) if resumed else None
+    state = read_checkpoint(checkpoint, config) if checkpoint else None
+    loader = _training_loader(config, data, parallel)
+    torch.manual_seed(config.seed)
+    model = _model(config, checkpoint, device)
+    optimizers = Optimizers(model, config.optimizer)
+    note(optimizers.table())
+    micro_batch_size = _micro_batch_size(config, parallel)
+    autocast = autocast_for(config.train.precision, device)
+    loss_function, how = compile_loss(
+        model.loss, config.train.compile, lambda loss: _trial(loss, config, micro_batch_size, device, autocast)
+    )
+    optimizers.zero_grad()
+    total_steps = config.train.steps
+    if loader.on_end == "stop":
+        total_steps = min(total_steps, loader.batches_per_epoch)
+    note(f"{how}; {_describe(config, total_steps, data)}")
+    if state:
+        restore(state, optimizers, parallel)
+        loader.load_state_dict(state.loader)
+        note(f"resuming at step {state.progress.step}")
+    progress = state.progress if state else Progress()
+    sinks: Sequence[Sink] = ()
+    if parallel.is_main:
+        write_records(folder, config, resumed=resumed)
+        truncate_metrics(folder.metrics, progress.step)
+        sinks = open_sinks(config, folder.path, folder.metrics, progress.step)
+    return Run(
+        config, folder, device, parallel, data, loader, model, loss_function, loss_function != model.loss, autocast,
+        optimizers, micro_batch_size, total_steps, progress, progress.step if state else None, sinks,
+    )  # fmt: skip
+
+
+def _model(config: RunConfig, checkpoint: Path | None, device: torch.device) -> CausalLM:
+    """The model in float32, which the optimizers need to keep small updates: fresh, or as it was saved."""
+    if checkpoint:
+        model = load_model(checkpoint, device=device, dtype=torch.float32)
+    else:
+        model = build_model(config.model, seed=config.seed, device=device)
+    model.set_activation_checkpointing(config.train.activation_checkpointing)
+    return model.train()
+
+
+def _prepare_data(config: RunConfig, parallel: Parallel, note: Note) -> PreparedData:
+    """The data; one rank fills the cache, the others then find it there."""
+    shown: set[str] = set()
+
+    def stage(name: str, _done: int, _total: int) -> None:
+        if name not in shown:
+            shown.add(name)
+            note(f"data: {name}")
+
+    if parallel.is_main:
+        data = prepare(config.data, stage)
+    parallel.barrier()
+    if not parallel.is_main:
+        data = prepare(config.data)
+    for text in data.notes:
+        note(text)
+    return data
+
+
+def _training_loader(config: RunConfig, data: PreparedData, parallel: Parallel) -> BatchLoader:
+    return BatchLoader(
+        data.train,
+        config.data.sequence_length,
+        config.train.batch_size,
+        config.seed,
+        rank=parallel.rank,
+        world_size=parallel.world_size,
+        on_end=config.data.on_end,
+    )
+
+
+def validation_loader(run: Run) -> BatchLoader | None:
+    """A fresh pass over this rank's part of the validation split, in order; None where nothing is held out."""
+    if not run.data.validation.num_windows(run.config.data.sequence_length):
+        return None
+    return BatchLoader(
+        run.data.validation,
+        run.config.data.sequence_length,
+        run.config.train.batch_size,
+        run.config.seed,
+        rank=run.parallel.rank,
+        world_size=run.parallel.world_size,
+        shuffle=False,
+    )
+
+
+def _micro_batch_size(config: RunConfig, parallel: Parallel) -> int:
+    share = config.train.batch_size // parallel.world_size
+    return min(config.train.micro_batch_size or share, share)
+
+
+def _trial(
+    loss: LossFunction, config: RunConfig, rows: int, device: torch.device, autocast: Autocast
+) -> None:
+    """One forward and backward pass over made-up tokens of the shapes training will use."""
+    tokens_BS = torch.zeros((rows, config.data.sequence_length), dtype=torch.int64, device=device)
+    documents_BS = torch.zeros_like(tokens_BS) if config.data.document_mask else None
+    with autocast():
+        sums = loss(tokens_BS, tokens_BS.clone(), documents_BS)
+    sums.total.backward()
+
+
+def _describe(config: RunConfig, total_steps: int, data: PreparedData) -> str:
+    tokens = total_steps * config.train.batch_size * config.data.sequence_length
+    passes = tokens / max(1, data.train.num_tokens)
+    text = f"{total_steps} steps, {tokens:,} tokens ({passes:.2f} passes over {data.train.num_tokens:,})"
+    if total_steps < config.train.steps:
+        text += f"; fewer than train.steps {config.train.steps}, because data.on_end is 'stop'"
+    warmup = effective_warmup(total_steps, config.schedule)
+    if warmup < config.schedule.warmup_steps:
+        text += f"; warm-up shortened from {config.schedule.warmup_steps} to {warmup} steps to fit the run"
+    return text
