@@ -36,7 +36,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def merge(config: Config, changes: Mapping[str, Any]) -> Config:
-    """A copy of ``config`` with the nested ``changes`` laid over it; what they do not name stays."""
+    """A copy of ``config`` with the nested ``changes`` laid over it; what they do not name
+    stays.
+    """
     return _with_defaults(type(config), changes, "", base=config)
 
 
@@ -76,7 +78,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def to_toml(config: Any) -> str:
-    """The configuration as TOML, tables last; None values are left out (absence means the default)."""
+    """The configuration as TOML, tables last; None values are left out (absence means the
+    default).
+    """
     return "\n".join(_toml_lines(to_dict(config), "")).strip() + "\n"
 
 
@@ -112,7 +116,7 @@ def _with_defaults(cls: type[Config], data: Any, path: str, base: Config | None)
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path or cls.__name__}: expected a table, found {_describe(data)}")
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     table = cast(Mapping[str, Any], data)
     for key in table:
         if key not in fields:

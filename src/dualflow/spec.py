@@ -145,7 +145,7 @@ class ModelConfig:
         )
         _require(
             self.real_vocab_size is None or 1 <= self.real_vocab_size <= self.vocab_size,
-            f"real_vocab_size {self.real_vocab_size} is not within 1..vocab_size ({self.vocab_size})",
+            f"real_vocab_size {self.real_vocab_size} is not in 1..{self.vocab_size} (vocab_size)",
         )
         _require(
             self.variant == "dual" or self.aux is None,
@@ -154,8 +154,7 @@ class ModelConfig:
         )
         _require(
             self.variant in ("dual", "two_softmax") or self.readout == ReadoutConfig(),
-            f"readout is set, but variant {self.variant!r} has one distribution; "
-            "leave readout out",
+            f"readout is set, but variant {self.variant!r} has one distribution; leave readout out",
         )
 
     @property

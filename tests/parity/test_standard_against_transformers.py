@@ -1,4 +1,6 @@
-"""The standard variant against transformers' Llama, Qwen3 and GPT-2 with tiny random weights (8 heads, 2 kv heads)."""
+"""The standard variant against transformers' Llama, Qwen3 and GPT-2 with tiny random weights (8
+heads, 2 kv heads).
+"""
 
 import pytest
 import torch
@@ -8,11 +10,23 @@ from dualflow.spec import ModelConfig
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {"vocab_size": 101, "hidden_size": 64, "num_layers": 3, "num_heads": 8, "intermediate_size": 96}
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "num_layers": 3,
+    "num_heads": 8,
+    "intermediate_size": 96,
+}
 HF_SIZES = {
-    "vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "intermediate_size": 96, "rms_norm_eps": 1e-6, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+}
 
 
 def randomise(model: torch.nn.Module) -> None:
@@ -20,7 +34,9 @@ def randomise(model: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1))
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
+            )
 
 
 @torch.no_grad()
@@ -40,11 +56,15 @@ def compare(ours: CausalLM, theirs: torch.nn.Module, state: dict[str, torch.Tens
 
 
 def test_llama_with_biases() -> None:
-    config = transformers.LlamaConfig(**HF_SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+    config = transformers.LlamaConfig(
+        **HF_SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=False
+    )
     theirs = transformers.LlamaForCausalLM(config).eval()
     randomise(theirs)
     ours = build_model(
-        ModelConfig(**SIZES, num_kv_heads=2, attention_bias=True, attention_output_bias=True, mlp_bias=True)
+        ModelConfig(
+            **SIZES, num_kv_heads=2, attention_bias=True, attention_output_bias=True, mlp_bias=True
+        )
     )
     compare(ours, theirs, theirs.state_dict())
 
@@ -53,14 +73,19 @@ def test_qwen3_with_qk_norm() -> None:
     config = transformers.Qwen3Config(**HF_SIZES, head_dim=16, tie_word_embeddings=True)
     theirs = transformers.Qwen3ForCausalLM(config).eval()
     randomise(theirs)
-    ours = build_model(ModelConfig(**SIZES, num_kv_heads=2, head_dim=16, qk_norm=True, tie_embeddings=True))
+    ours = build_model(
+        ModelConfig(**SIZES, num_kv_heads=2, head_dim=16, qk_norm=True, tie_embeddings=True)
+    )
     compare(ours, theirs, theirs.state_dict())
 
 
 GPT2_NAMES = {
-    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj",
-    "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
-}  # fmt: skip
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
 
 
 def from_gpt2(theirs: torch.nn.Module, layers: int) -> dict[str, torch.Tensor]:
@@ -84,14 +109,28 @@ def from_gpt2(theirs: torch.nn.Module, layers: int) -> dict[str, torch.Tensor]:
 
 def test_gpt2() -> None:
     config = transformers.GPT2Config(
-        vocab_size=101, n_embd=64, n_layer=3, n_head=8, n_inner=96, n_positions=64, layer_norm_epsilon=1e-5
+        vocab_size=101,
+        n_embd=64,
+        n_layer=3,
+        n_head=8,
+        n_inner=96,
+        n_positions=64,
+        layer_norm_epsilon=1e-5,
     )
     theirs = transformers.GPT2LMHeadModel(config).eval()
     randomise(theirs)
     ours = build_model(
         ModelConfig(
-            **SIZES, max_position=64, norm="layernorm", norm_eps=1e-5, position="learned", mlp="gelu", mlp_bias=True,
-            attention_bias=True, attention_output_bias=True, tie_embeddings=True,
+            **SIZES,
+            max_position=64,
+            norm="layernorm",
+            norm_eps=1e-5,
+            position="learned",
+            mlp="gelu",
+            mlp_bias=True,
+            attention_bias=True,
+            attention_output_bias=True,
+            tie_embeddings=True,
         )
-    )  # fmt: skip
+    )
     compare(ours, theirs, from_gpt2(theirs, 3))

@@ -88,7 +88,7 @@ def load_model(
 ) -> CausalLM:
     """The model in ``folder`` (a model folder, or a run folder: its final model, else its newest checkpoint).
 
-    dtype: the floating-point format to load as; None keeps each tensor as it is stored.
+    dtype: the floating-point format to load as; None keeps each tensor as it is stored. The model is in eval mode.
 
     Raises ``ValueError`` where anything is missing, unexpected, of another shape or number format, damaged, of
     another kind of model, or too large for the ``dtype`` asked for; every message names the file and the tensors.
@@ -210,11 +210,11 @@ def _assign(parameter: Tensor, tensor: Tensor, dtype: torch.dtype | None, name: 
     wanted = dtype or tensor.dtype
     converted = tensor.to(wanted)
     if torch.finfo(wanted).max < torch.finfo(tensor.dtype).max:
-        lost = int((tensor.isfinite() & ~converted.isfinite()).sum())
-        if lost:
+        lost = tensor[tensor.isfinite() & ~converted.isfinite()]
+        if len(lost):
             raise ValueError(
-                f"{name}: {lost:,} of {tensor.numel():,} values are too large for {wanted} (largest "
-                f"{tensor.abs().max().item():.3g}); load it as float32 or bfloat16"
+                f"{name}: {len(lost):,} of {tensor.numel():,} values are too large for {wanted} "
+                f"(the largest is {float(lost.abs().max()):.3g}); load it as float32 or bfloat16"
             )
     if parameter.dtype == wanted:
         parameter.copy_(converted)

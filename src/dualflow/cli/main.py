@@ -5,7 +5,7 @@ command lines), ``configure(parser)`` and ``run(args) -> int``. At its top it im
 library alone, so that ``--help`` is instant; torch and the rest are imported inside ``run``.
 
 Exit codes: 0 done, 1 done but the answer is bad (``doctor``), 2 the user's input cannot be used,
-130 interrupted.
+130 interrupted, 141 whoever read the output has left.
 """
 
 import argparse
@@ -90,11 +90,14 @@ def _run_verb(name: str, arguments: Sequence[str], debug: bool) -> int:
     _add_debug(parser)
     args = parser.parse_args(arguments)
     try:
-        return verb.run(args)
+        code = verb.run(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print(f"\ndualflow {name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has left, as in `dualflow data info | head`
+        # What is still buffered goes nowhere; otherwise Python complains about it on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, MissingExtraError) as error:

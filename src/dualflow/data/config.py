@@ -84,9 +84,7 @@ class DataConfig:
 
 
 def bpe_size(tokenizer: str) -> int | None:
-    """N of ``bpe:N``; None for any other tokenizer. Raises ``ValueError`` where N is not a possible
-    size.
-    """
+    """N of ``bpe:N``, None for any other tokenizer; ``ValueError`` where N is not possible."""
     kind, colon, size = tokenizer.partition(":")
     if kind != "bpe" or not colon:
         return None

@@ -1,6 +1,4 @@
-"""A document as the sources give it: pieces of text, each with whether the loss counts it. No torch
-here.
-"""
+"""A document: pieces of text, each with whether the loss counts it. No torch here."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,8 +25,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text. ``split_key`` decides its split: a relative path for files, the content for rows
-    (None), so that equal rows never stand on both sides.
+    """One text, in pieces.
+
+    split_key:  what its split is decided by: the relative path of a file; None: the content, for rows,
+                so that equal rows never stand on both sides.
     """
 
     segments: tuple[Segment, ...]
@@ -84,8 +84,7 @@ def chat_segments(messages: Iterable[tuple[str, str]]) -> tuple[Segment, ...]:
 def document_from_row(
     row: Mapping[str, Any], where: str, text_key: str, messages_key: str
 ) -> Document:
-    """A row of JSONL, Parquet or a saved dataset: a chat where ``messages_key`` is filled, else
-    plain text.
+    """A row of a table: a chat where ``messages_key`` is filled, else plain text.
 
     ``where`` names the row in errors, such as ``chats.jsonl line 3``.
     """

@@ -16,9 +16,7 @@ _BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """Ids with the end-of-text token behind them; ``counted`` None: every token is a target of the
-    loss.
-    """
+    """Ids, the end-of-text token last; ``counted`` None: every token is a target of the loss."""
 
     ids: NDArray[np.uint32]
     counted: NDArray[np.uint8] | None

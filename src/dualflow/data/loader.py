@@ -1,5 +1,4 @@
-"""Windows of a token stream in batches: the order is a pure function of (seed, position), so
-resuming is exact.
+"""Batches of windows of a token stream, in an order that is a function of (seed, position).
 
 A split's documents are joined into one stream, cut into windows of sequence_length targets each;
 the last window is filled up with positions that do not count. So every token but the very first is
@@ -107,9 +106,7 @@ class BatchLoader(Iterator[Batch]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Global batches that hold a whole pass; the last may reach into the next epoch, or be
-        filled up.
-        """
+        """Global batches of a pass; the last may reach into the next epoch, or be filled up."""
         return -(-self.num_windows // self.batch_size)
 
     @property
@@ -142,15 +139,11 @@ class BatchLoader(Iterator[Batch]):
         return self._gather(windows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values that ``load_state_dict`` of an equal loader continues from, with any
-        world_size.
-        """
+        """Plain values from which an equal loader continues, with any world_size."""
         return {"position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue behind the last batch given. Raises ``ValueError`` where the data or the order
-        is another.
-        """
+        """Continue behind the saved position; ``ValueError`` where data or order are others."""
         identity = self._identity()
         for key in _STATE_KEYS:
             if state.get(key) != identity[key]:
@@ -179,9 +172,7 @@ class BatchLoader(Iterator[Batch]):
         return dict(zip(_STATE_KEYS, values, strict=True))
 
     def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The window of each sample of the endless sequence of epochs; −1 behind the end where
-        ``on_end`` is stop.
-        """
+        """The window of each sample of the endless row of epochs; −1 behind a stop."""
         epochs, within = np.divmod(samples, self.num_windows)
         windows = np.full_like(samples, -1)
         for epoch in np.unique(epochs):

@@ -1,5 +1,4 @@
-"""From a source to token shards: split, train or load the tokenizer, encode, and keep the result
-under a content hash.
+"""From a source to token shards: split, tokenizer, encoding, a cache by content.
 
 No torch here. A folder in the cache is complete or not there: it is written under another name and
 renamed, so preparations that run at the same time, or are killed, leave nothing half done.
@@ -43,8 +42,8 @@ from dualflow.data.tokenizers import (
 from dualflow.folders import cache_folder
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage (``reading``, ``training the tokenizer``, ``encoding``), how much is done and
-of how much.
+"""Called with a stage (``reading``, ``training the tokenizer``, ``encoding``), characters done, and of
+how many (0: not known).
 """
 
 _FORMAT, _VERSION = "dualflow-data", 1
@@ -77,8 +76,7 @@ class PreparedData:
 
 
 def prepare(config: DataConfig, progress: Progress | None = None) -> PreparedData:
-    """The training and validation tokens of ``config``, from the cache where they were prepared
-    before.
+    """The tokens of ``config``, from the cache where they were prepared before.
 
     Raises ``ValueError`` or ``FileNotFoundError`` in one line where the source is absent, cannot be
     read, or gives fewer tokens than one window and its last target take (sequence_length + 1).
@@ -119,8 +117,7 @@ def prepare(config: DataConfig, progress: Progress | None = None) -> PreparedDat
 def open_prepared(
     folder: str | Path, *, document_mask: bool = False, source: str | None = None
 ) -> PreparedData:
-    """What ``prepare`` left in ``folder``; ``source``: what to call the text, where not as when it
-    was first prepared.
+    """What ``prepare`` left in ``folder``; ``source``: what to call its text, if not as then.
 
     Raises ``ValueError`` where it is not such a folder or is damaged.
     """
@@ -210,9 +207,7 @@ def _tokenizer(
 def _training_texts(
     train: Source, seen: Survey, rule: SplitRule, characters: int, progress: Progress
 ) -> Iterator[str]:
-    """Texts of the training split alone: a tokenizer that has seen what is held out would flatter
-    it.
-    """
+    """Texts of the training split alone: a tokenizer must not have seen what is held out."""
     limit = sample_limit(seen, rule, characters) if rule.cut is None else None
     total, done = min(characters, seen.characters), 0
     for document, split in rule.apply(filled_documents(train)):
@@ -258,9 +253,7 @@ def _write_splits(
 
 
 def _refuse_tiny(config: DataConfig, train: Source, seen: Survey) -> None:
-    """A byte-level BPE gives at most a token per byte: where that is too few already, say so before
-    training one.
-    """
+    """Refuse what has fewer bytes than tokens are needed, before a BPE is trained on it."""
     if bpe_size(config.tokenizer) is not None and seen.characters <= config.sequence_length:
         text_bytes = sum(document.num_bytes for document in filled_documents(train))
         if text_bytes <= config.sequence_length:
@@ -268,9 +261,7 @@ def _refuse_tiny(config: DataConfig, train: Source, seen: Survey) -> None:
 
 
 def _draft(folder: Path) -> Path:
-    """A new hidden folder beside ``folder``; those that killed preparations left over a day ago are
-    removed.
-    """
+    """A new hidden folder beside ``folder``; what killed preparations left a day ago is removed."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=folder.parent))
@@ -287,9 +278,7 @@ def _draft(folder: Path) -> Path:
 
 
 def _publish(draft: Path, folder: Path) -> None:
-    """Give the finished draft its name; where another preparation was first, keep that one: it
-    holds the same.
-    """
+    """Give the draft its name; where another preparation was first, keep that: it is the same."""
     for path in draft.iterdir():
         with path.open("rb+") as file:
             os.fsync(file.fileno())
@@ -309,9 +298,7 @@ def _cache_root(config: DataConfig) -> Path:
 
 
 def _key(config: DataConfig, train: Source, validation: Source | None) -> str:
-    """A hash of all that decides the tokens: content, tokenizer and options; not sequence_length,
-    nor where files lie.
-    """
+    """A hash of all that decides the tokens: content, tokenizer, options; not where files lie."""
     tokenizer = [config.tokenizer]
     if config.tokenizer != "bytes" and bpe_size(config.tokenizer) is None:
         file = tokenizer_file(config.tokenizer)

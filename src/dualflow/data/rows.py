@@ -1,6 +1,4 @@
-"""Documents from tables: JSONL, Parquet, datasets saved on disk. No torch here; pyarrow and
-datasets are imported when used.
-"""
+"""Documents from tables: JSONL, Parquet, datasets saved on disk. No torch here."""
 
 import json
 from collections.abc import Iterator
@@ -11,9 +9,7 @@ from dualflow.extras import require_extra
 
 
 def jsonl_documents(path: Path, text_key: str, messages_key: str) -> Iterator[Document]:
-    """One document per line; blank lines are passed over. Raises ``ValueError`` naming the line
-    that is no such row.
-    """
+    """One document per line that is not blank; ``ValueError`` names a line that is no such row."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -25,7 +21,7 @@ def jsonl_documents(path: Path, text_key: str, messages_key: str) -> Iterator[Do
                 raise ValueError(f"{where}: not JSON ({error})") from error
             if not isinstance(row, dict):
                 raise ValueError(
-                    f'{where}: found {type(row).__name__}; expected an object such as {{"text": "..."}}'
+                    f'{where}: found {type(row).__name__}; expected an object: {{"text": "..."}}'
                 )
             yield document_from_row(row, where, text_key, messages_key)
 
@@ -57,9 +53,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def saved_dataset_documents(folder: Path, text_key: str, messages_key: str) -> Iterator[Document]:
-    """One document per row of a dataset saved on disk (extra ``data``): data files only, never a
-    loading script.
-    """
+    """One document per row of a saved dataset (extra ``data``); nothing in it is ever run."""
     _check_data_files(folder)
     datasets = require_extra("datasets", "data", f"reading {folder}")
     dataset = datasets.load_from_disk(str(folder))

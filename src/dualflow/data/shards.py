@@ -1,5 +1,4 @@
-"""Token ids on disk: flat memory-mapped files with document ends and, for chats, a loss mask. No
-torch, no pickle.
+"""Token ids on disk, in flat files that are mapped into memory. No torch here, and no pickle.
 
 A split is ``NAME.tokens.bin`` (little-endian uint16 or uint32), ``NAME.documents.bin`` (int64,
 where each document ends) and, where not every token counts, ``NAME.counted.bin`` (uint8). Numbers
@@ -20,9 +19,7 @@ _DOCUMENT_DTYPE = np.dtype("<i8")
 
 @dataclass(frozen=True)
 class SplitHeader:
-    """What a header says of a split: counts, the width of a token in bytes, and a digest of the
-    content.
-    """
+    """What a header says of a split: counts, the bytes of a token, a digest of the content."""
 
     tokens: int
     documents: int
@@ -76,15 +73,11 @@ class ShardSet:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token: what turns nats per token into bits per byte. 0 for an
-        empty split.
-        """
+        """UTF-8 bytes of text per token, for bits per byte; 0 where the text is not known."""
         return self.header.text_bytes / max(1, self.header.tokens)
 
     def num_windows(self, sequence_length: int) -> int:
-        """Windows in which every token but the first is a target once; the last may be partly
-        filled.
-        """
+        """Windows that take every token but the first as a target once; the last is filled up."""
         return max(0, -(-(self.num_tokens - 1) // sequence_length))
 
     def document(self, index: int) -> NDArray[np.unsignedinteger[Any]]:
@@ -93,9 +86,7 @@ class ShardSet:
         return self.tokens[start : int(self.document_ends[index])]
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise ``ValueError`` naming the largest id where a model of ``vocab_size`` rows cannot
-        take it.
-        """
+        """Raise ``ValueError`` where the largest id is beyond a model of ``vocab_size`` rows."""
         if self.header.largest_id >= vocab_size:
             where = int(np.argmax(self.tokens == self.header.largest_id))
             raise ValueError(
@@ -116,9 +107,7 @@ class ShardSet:
         document_mask: bool = False,
         name: str = "tokens in memory",
     ) -> "ShardSet":
-        """A split in memory, for experiments and tests; ``documents`` bring their own end-of-text
-        tokens.
-        """
+        """A split in memory; ``documents`` bring their own end-of-text tokens."""
         pieces = [np.asarray(document, dtype="<u4") for document in documents]
         tokens = np.concatenate([np.empty(0, "<u4"), *pieces])
         ends = np.cumsum([len(piece) for piece in pieces], dtype=_DOCUMENT_DTYPE)
@@ -172,9 +161,7 @@ class SplitWriter:
     def add(
         self, ids: NDArray[np.uint32], counted: NDArray[np.uint8] | None, text_bytes: int
     ) -> None:
-        """Append one document, its end-of-text token included; ``counted`` None: every token
-        counts.
-        """
+        """Append a document, its end-of-text token included; ``counted`` None: all counts."""
         self.tokens += len(ids)
         self.documents += 1
         self.counted += len(ids) if counted is None else int(counted.sum())
@@ -218,9 +205,7 @@ def open_split(
     vocab_size: int,
     document_mask: bool,
 ) -> ShardSet:
-    """Map a split that ``SplitWriter`` wrote. Raises ``ValueError`` where a file's size is not what
-    the header says.
-    """
+    """Map what ``SplitWriter`` wrote; ``ValueError`` where a file is not of the header's size."""
     tokens, documents, counted = _paths(folder, split)
     return ShardSet(
         name=name,

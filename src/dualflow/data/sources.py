@@ -1,5 +1,6 @@
-"""Where text comes from: files and folders, the interpreter's standard library, datasets saved on
-disk. No torch here.
+"""Where text comes from: files, folders, Python's standard library, saved datasets. No torch here.
+
+
 
 A source gives its documents in a fixed order as often as it is asked, and an identity: a hash of
 what it holds. A text file is one document; a folder's ``.jsonl`` and ``.parquet`` files are read
@@ -64,9 +65,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FileSource:
-    """Files under ``root``, read by suffix. ``lenient``: a file that is not UTF-8 text is passed
-    over.
-    """
+    """Files under ``root``, read by suffix; ``lenient`` passes over what is not UTF-8 text."""
 
     name: str
     root: Path
@@ -117,8 +116,7 @@ class SavedDatasetSource:
 
 
 def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
-    """The source to train on, and the one to validate on where the configuration or a saved dataset
-    names it.
+    """The source to train on, and the one to validate on where there is one of its own.
 
     Raises ``FileNotFoundError`` where a path is absent and ``ValueError`` where nothing in it can
     be read as text.
@@ -181,7 +179,7 @@ def _standard_library(config: DataConfig) -> FileSource:
 
 
 def _walk(root: Path, skipped_folders: tuple[str, ...] = ()) -> tuple[Path, ...]:
-    """Files under ``root`` sorted by relative path; hidden ones and linked folders are passed over."""
+    """Files under ``root`` by relative path, without hidden ones and linked folders."""
     found: list[Path] = []
     for folder, names, files in os.walk(root, followlinks=False):
         names[:] = [

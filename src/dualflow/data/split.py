@@ -1,6 +1,4 @@
-"""Which documents are held out for validation: decided by hashes alone, so that it is the same
-everywhere. No torch here.
-"""
+"""Which documents are held out: decided by hashes, so the same everywhere. No torch here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over a source saw: a hash and a length in characters per document that is not
-    empty.
-    """
+    """A hash and a length in characters for each document of a source that is not empty."""
 
     hashes: NDArray[np.uint64]
     sizes: NDArray[np.int64]
@@ -32,8 +28,10 @@ class Survey:
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Documents with a hash of at most ``last_hash`` are held out; ``cut``: of the only document,
-    what stands behind that character.
+    """What is held out.
+
+    last_hash:  documents with a hash of at most this.
+    cut:        of the only document, what stands behind about this character.
     """
 
     last_hash: int = -1
@@ -69,8 +67,9 @@ def survey(source: Source) -> Survey:
 
 
 def choose_split(seen: Survey, fraction: float) -> SplitRule:
-    """Hold out the documents of lowest hash whose characters come nearest to ``fraction`` of all:
-    at least one document, and not all. A single text is cut instead, at a line near its last
+    """Hold out the documents of lowest hash that come nearest to ``fraction`` of all characters.
+
+    At least one is held out, and not all. A single text is cut instead, at a line near its last
     ``fraction``; a single chat is not held out.
     """
     if fraction == 0 or not len(seen.hashes):
@@ -90,9 +89,7 @@ def choose_split(seen: Survey, fraction: float) -> SplitRule:
 
 
 def sample_limit(seen: Survey, rule: SplitRule, characters: int) -> int:
-    """The highest hash of a sample of training documents of about ``characters``: those that come
-    next in hash order.
-    """
+    """The highest hash of the training documents that come first, up to ``characters``."""
     order = np.argsort(seen.hashes, kind="stable")
     hashes, sizes = seen.hashes[order], seen.sizes[order]
     start = (
@@ -105,8 +102,6 @@ def sample_limit(seen: Survey, rule: SplitRule, characters: int) -> int:
 
 
 def _line_start(text: str, cut: int) -> int:
-    """The start of the first line behind ``cut`` where one starts before the middle of the rest,
-    else ``cut``.
-    """
+    """The start of a line soon behind ``cut``; ``cut`` where none starts in the half behind it."""
     found = text.find("\n", cut, cut + (len(text) - cut) // 2)
     return cut if found < 0 else found + 1

@@ -1,5 +1,4 @@
-"""Text to token ids and back: bytes, a BPE trained here, or an existing ``tokenizer.json``. No
-torch here.
+"""Text to ids and back: bytes, a BPE trained here, a ``tokenizer.json``. No torch here.
 
 All three are one ``tokenizers`` object, so there is one way to encode and one file to save. Text is
 encoded as it is: nothing is normalised by the tokenizers made here, every byte sequence that is
@@ -26,8 +25,7 @@ _LONG_TEXT = 1 << 18
 
 
 class Tokenizer:
-    """A ``tokenizers.Tokenizer`` with its end-of-text token known and its ways of altering text
-    switched off.
+    """A ``tokenizers.Tokenizer`` whose end of text is known and that drops and adds nothing.
 
     Raises ``ValueError`` where ``eos_token`` is None and the tokenizer has none of the usual ones,
     or lacks ``eos_token``.
@@ -65,9 +63,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Rows an embedding needs: the highest id + 1, which a tokenizer with gaps reaches before
-        its count.
-        """
+        """Rows an embedding needs: the highest id + 1, above the count where ids have gaps."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
@@ -80,7 +76,7 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of ``text``; with ``special``, control tokens written out in it become those tokens."""
+        """Ids of ``text``; with ``special``, names of control tokens in it become the tokens."""
         return self.encode_batch([text], special)[0]
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
@@ -104,9 +100,7 @@ class Tokenizer:
         return [cut for piece in pieces for cut in self._cut_long(piece)]
 
     def _cut_long(self, text: str) -> list[str]:
-        """Pieces of a very long text that encode to the ids of the whole: the library's memory
-        grows with a text.
-        """
+        """Pieces of a very long text, which would take much memory, with the ids of the whole."""
         if len(text) <= 2 * _LONG_TEXT or not self._may_cut:
             return [text]
         cuts, start = [0], 0
@@ -128,9 +122,7 @@ class Tokenizer:
 
     @cached_property
     def _reads_control_names(self) -> bool:
-        """Whether the vocabulary itself (Unigram, WordPiece, ...) turns a written-out control name
-        into the token.
-        """
+        """Whether the model itself (Unigram, WordPiece, ...) reads a control token's name as it."""
         self._backend.encode_special_tokens = True
         names = [name for name in self._special if len(name) > 1]
         encodings = self._backend.encode_batch_fast(names, add_special_tokens=False)
@@ -138,9 +130,7 @@ class Tokenizer:
 
     @cached_property
     def _may_cut(self) -> bool:
-        """Whether encoding ``a`` and then a line break and ``b`` apart gives the ids of both
-        together.
-        """
+        """Whether a text cut before a line break has the ids of the whole."""
         whole, *parts = (
             self._backend.encode(t, add_special_tokens=False).ids for t in ("a\nb a", "a", "\nb a")
         )
@@ -152,9 +142,7 @@ _CUT = re.compile(r"[A-Za-z](?=\r?\n)")
 
 
 def _cut_inside(text: str, names: re.Pattern[str]) -> list[str]:
-    """``text`` cut behind the first character of every name in it, so that no piece holds a whole
-    name.
-    """
+    """``text`` cut behind the first character of every name, so that no piece holds one."""
     cuts = [0, *(match.start() + 1 for match in names.finditer(text)), len(text)]
     return [text[a:b] for a, b in pairwise(cuts) if a < b]
 
@@ -170,8 +158,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of exactly ``vocab_size`` ids, control tokens first; the same texts give the
-    same tokenizer.
+    """A byte-level BPE of exactly ``vocab_size`` ids, control tokens first; deterministic.
 
     Raises ``ValueError`` where the texts hold too little to make that many ids from.
     """
@@ -219,9 +206,7 @@ def load_tokenizer(name: str | Path, eos_token: str | None = None) -> Tokenizer:
 
 
 def tokenizer_file(name: str | Path) -> Path:
-    """The ``tokenizer.json`` that a path means. Raises ``FileNotFoundError`` naming it and where it
-    was looked for.
-    """
+    """The ``tokenizer.json`` that a path means; ``FileNotFoundError`` says where it looked."""
     path = Path(name).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -252,8 +237,7 @@ def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The visible character that stands for each byte in byte-level vocabularies (GPT-2): index =
-    byte.
+    """The character that stands for each byte in byte-level vocabularies (GPT-2), by byte.
 
     Printable bytes stand for themselves; the others take the code points from 256 on, in order.
     """

@@ -96,7 +96,7 @@ def write_experiment_plot(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table of a results.json and, with ``--out``, write the plot; returns the exit code."""
+    """Print the table of a results.json and, with ``--out``, write the plot; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m dualflow.evaluate.experiment",
         description="Print the table of an experiment's results.json and draw its plot.",

@@ -74,7 +74,10 @@ def comparison_plots(comparison: Comparison) -> list[Plot]:
 
     Raises ``MissingExtraError`` where matplotlib is missing.
     """
-    plots = [curve_plot(comparison.groups, "tokens"), curve_plot(comparison.groups, "training FLOPs")]
+    plots = [
+        curve_plot(comparison.groups, "tokens"),
+        curve_plot(comparison.groups, "training FLOPs"),
+    ]
     paired = {
         contrast.group.label: contrast.final
         for contrast in comparison.contrasts
@@ -218,7 +221,9 @@ def _dots(
 ) -> None:
     colour, marker = _colour(index), _MARKERS[index % len(_MARKERS)]
     # Seeds are set a little apart, so that equal values do not hide each other.
-    shifts = [0.0 if len(values) == 1 else 0.3 * i / (len(values) - 1) - 0.15 for i in range(len(values))]
+    shifts = [
+        0.0 if len(values) == 1 else 0.3 * i / (len(values) - 1) - 0.15 for i in range(len(values))
+    ]
     heights = [height - shift for shift in shifts]
     axes.scatter(values, heights, s=26, color=colour, alpha=0.55, linewidth=0, marker=marker)
     axes.errorbar(

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page that needs nothing from outside: tables, inline SVG, method. No torch.
+"""A comparison as one HTML page that needs nothing from outside: tables, inline SVG, method.
 
 Everything that comes from a run (names, variants, settings) is escaped.
 """
@@ -114,12 +114,16 @@ def inline_svg(plot: Plot) -> str:
     svg = f'{opening} role="img" aria-label="{html.escape(plot.summary)}">{rest}'
     svg = svg.replace("xlink:href", "href")
     svg = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{plot.name}-", svg)
-    svg = re.sub(r'(<g id="[^"]*patch_1">.*?)fill: #ffffff', r"\1fill: none", svg, 1, re.DOTALL)
+    svg = re.sub(
+        r'(<g id="[^"]*patch_1">.*?)fill: #ffffff', r"\1fill: none", svg, count=1, flags=re.DOTALL
+    )
     return re.sub(re.escape(INK), "currentColor", svg, flags=re.IGNORECASE)
 
 
 def _figure(plot: Plot) -> str:
-    return f"<figure>{inline_svg(plot)}<figcaption>{html.escape(plot.summary)}</figcaption></figure>"
+    return (
+        f"<figure>{inline_svg(plot)}<figcaption>{html.escape(plot.summary)}</figcaption></figure>"
+    )
 
 
 def _lead(comparison: Comparison) -> str:
@@ -133,4 +137,6 @@ def _notes(comparison: Comparison) -> str:
     if not comparison.notes:
         return ""
     items = "\n".join(f"<li>{html.escape(note)}</li>" for note in comparison.notes)
-    return f'<ul class="findings warning" aria-label="Before you trust these figures">\n{items}\n</ul>'
+    return (
+        f'<ul class="findings warning" aria-label="Before you trust these figures">\n{items}\n</ul>'
+    )

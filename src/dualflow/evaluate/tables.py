@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -200,7 +201,7 @@ def _losses(group: Group) -> tuple[str, ...]:
 
 def _costs(group: Group, contrast: Contrast | None) -> tuple[str, ...]:
     result = group.first.result
-    ratios = contrast.cost_ratios if contrast else {}
+    ratios: Mapping[str, float] = contrast.cost_ratios if contrast else {}
 
     def cell(text: str, cost: str) -> str:
         return f"{text} ({ratios[cost]:.2f}×)" if cost in ratios else text

@@ -1,4 +1,4 @@
-"""Write what a comparison found into a folder: rows, tables, plots and the report. No torch here."""
+"""Write what a comparison found into a folder: rows, tables, plots and the report."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Written:
 def write_comparison(
     comparison: Comparison, folder: str | Path, *, title: str = "Comparison of runs"
 ) -> Written:
-    """Write compare.json, compare.md, report.html and, with matplotlib, the plots into ``folder``."""
+    """Write compare.json, compare.md, report.html and, with matplotlib, plots into ``folder``."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; expected a folder to write the comparison into")

@@ -14,8 +14,9 @@ from dualflow.model.two_softmax import TwoSoftmaxLM
 from dualflow.spec import ModelConfig, Variant
 
 __all__ = [
-    "AuxRows", "BatchKV", "CausalLM", "ContiguousCache", "DualFlowLM", "KVReader", "KVWriter", "Kept", "LossSums",
-    "PHD2LM", "ReadoutLogProbs", "Rows", "StandardLM", "StepOutput", "TwoSoftmaxLM", "build_model",
+    "AuxRows", "BatchKV", "CausalLM", "ContiguousCache", "DualFlowLM", "KVReader", "KVWriter",
+    "Kept", "LossSums", "PHD2LM", "ReadoutLogProbs", "Rows", "StandardLM", "StepOutput",
+    "TwoSoftmaxLM", "build_model",
 ]  # fmt: skip
 
 VARIANTS: dict[Variant, type[CausalLM]] = {
@@ -27,9 +28,14 @@ VARIANTS: dict[Variant, type[CausalLM]] = {
 
 
 def build_model(
-    config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> CausalLM:
-    """A freshly initialised model of ``config.variant``. The same seed gives what variants share the same values."""
+    """A freshly initialised model of ``config.variant``. The same seed gives what variants share
+    the same values.
+    """
     with torch.device(device):
         model = VARIANTS[config.variant](config)
     model.to(dtype)

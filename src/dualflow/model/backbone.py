@@ -1,4 +1,6 @@
-"""The backbone that every variant shares, and the one step function over primary and auxiliary rows."""
+"""The backbone that every variant shares, and the one step function over primary and auxiliary
+rows.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dualflow.model.couplings import per_flow, project
+from dualflow.model.flows import owned
 from dualflow.model.kv import BatchKV, ContiguousCache, KVWriter
 from dualflow.model.layer import Layer
 from dualflow.model.readout import ReadoutLogProbs
@@ -21,8 +24,9 @@ from dualflow.spec import ModelConfig
 class AuxRows(NamedTuple):
     """The auxiliary rows of a step, one set for each flow: A tokens at A positions.
 
-    ``pins_A`` names the primary row of this step each is pinned to (None: row i to row i). Where an earlier step made the
-    primary rows, ``kept`` holds their intermediates layer by layer, and the reader resolves ``pins_A``.
+    ``pins_A`` names the primary row of this step each is pinned to (None: row i to row i). Where an
+    earlier step made the primary rows, ``kept`` holds their intermediates layer by layer, and the
+    reader resolves ``pins_A``.
     """
 
     tokens_A: Tensor
@@ -34,8 +38,8 @@ class AuxRows(NamedTuple):
 class StepOutput(NamedTuple):
     """Final hidden rows, after the last norm.
 
-    ``aux_FAD`` is None where no auxiliary rows were asked for, and has no flows where the variant has none;
-    ``kept`` is there where it was asked for.
+    ``aux_FAD`` is None where no auxiliary rows were asked for, and has no flows where the variant
+    has none; ``kept`` is there where it was asked for.
     """
 
     primary_TD: Tensor
@@ -44,7 +48,9 @@ class StepOutput(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Sums over the counted targets, in nats, 0-dim; ``total`` is what training differentiates (−log r − λ log p)."""
+    """Sums over the counted targets, in nats, 0-dim; ``total`` is what training differentiates
+    (−log r − λ log p).
+    """
 
     total: Tensor
     r: Tensor
@@ -54,13 +60,17 @@ class LossSums(NamedTuple):
 
 
 class Backbone(nn.Module):
-    """Embeddings, layers and final norm, under Hugging Face's names; ``aux`` holds what the flows own outside layers."""
+    """Embeddings, layers and final norm, under Hugging Face's names; ``aux`` holds what the
+    flows own outside layers.
+    """
 
     def __init__(self, config: ModelConfig, *, own_key_value: bool = False) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
-        self.embed_positions = nn.Embedding(config.max_position, config.hidden_size) if learned else None
+        self.embed_positions = (
+            nn.Embedding(config.max_position, config.hidden_size) if learned else None
+        )
         layers = (Layer(config, own_key_value=own_key_value) for _ in range(config.num_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = make_norm(config.norm, config.hidden_size, config.norm_eps)
@@ -68,7 +78,9 @@ class Backbone(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A language model of any variant. Subclasses say what the auxiliary rows start from and how r is read out."""
+    """A language model of any variant. Subclasses say what the auxiliary rows start from and how
+    r is read out.
+    """
 
     has_primary_readout = True
     """Whether p is trained to predict, so that the model can run with the auxiliary off."""
@@ -88,7 +100,9 @@ class CausalLM(nn.Module):
         """[flows, A, D]: what the auxiliary rows of these tokens start from."""
         raise ValueError(f"a {self.config.variant} model has no auxiliary rows")
 
-    def target_log_probs(self, primary_TD: Tensor, aux_FTD: Tensor, targets_T: Tensor) -> TargetLogProbs:
+    def target_log_probs(
+        self, primary_TD: Tensor, aux_FTD: Tensor, targets_T: Tensor
+    ) -> TargetLogProbs:
         """Log-probabilities of the targets; ``aux_FTD`` has no flows where the variant has none."""
         raise NotImplementedError
 
@@ -99,14 +113,23 @@ class CausalLM(nn.Module):
     # What all variants share.
 
     def step(
-        self, tokens_T: Tensor, positions_T: Tensor, kv: Sequence[KVWriter], aux_pins_A: Tensor | None = None, *,
-        aux: AuxRows | None = None, keep: bool = False,
-    ) -> StepOutput:  # fmt: skip
-        """One forward step, whatever the phase: T primary rows and the auxiliary rows of the pinned ones.
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        kv: Sequence[KVWriter],
+        aux_pins_A: Tensor | None = None,
+        *,
+        aux: AuxRows | None = None,
+        keep: bool = False,
+    ) -> StepOutput:
+        """One forward step, whatever the phase: T primary rows and the auxiliary rows of the pinned
+        ones.
 
         tokens_T, positions_T: ids and absolute positions of the primary's rows.
-        kv:          one writer per layer; the primary's keys and values go in, and both flows read them.
-        aux_pins_A:  rows of this step that get auxiliary rows; or ``aux``: auxiliary rows in full (see ``AuxRows``).
+        kv:          one writer per layer; the primary's keys and values go in, and both flows read
+                     them.
+        aux_pins_A:  rows of this step that get auxiliary rows; or ``aux``: auxiliary rows in full
+                     (see ``AuxRows``).
         keep:        also return every primary row's intermediates, for auxiliary rows run later.
         """
         if aux is None and aux_pins_A is not None:
@@ -122,7 +145,7 @@ class CausalLM(nn.Module):
         pins_A, kept = (aux.pins_A, aux.kept) if aux is not None else (None, None)
         rows = Rows(len(tokens_T), num_flows, positions_R, pins_A, kept)
         h_RD, made = self._layers(h_RD, rows, kv)
-        n_RD = per_flow(h_RD, rows, self.model.norm, [getattr(flow, "norm", None) for flow in self.model.aux])
+        n_RD = per_flow(h_RD, rows, self.model.norm, owned(self.model.aux, "norm"))
         primary_TD = rows.primary(n_RD)
         aux_FAD = None
         if aux is not None:
@@ -130,11 +153,15 @@ class CausalLM(nn.Module):
             aux_FAD = rows.aux(n_RD) if num_flows else none_FAD
         return StepOutput(primary_TD, aux_FAD, made if keep else None)
 
-    def _layers(self, h_RD: Tensor, rows: Rows, kv: Sequence[KVWriter]) -> tuple[Tensor, list[Kept]]:
+    def _layers(
+        self, h_RD: Tensor, rows: Rows, kv: Sequence[KVWriter]
+    ) -> tuple[Tensor, list[Kept]]:
         rotary = None
         if self.config.position == "rotary":
             dtype = torch.float64 if h_RD.dtype == torch.float64 else torch.float32
-            rotary = rotary_table(rows.positions_R.to(dtype), self.config.head_size, self.config.rope_theta)
+            rotary = rotary_table(
+                rows.positions_R.to(dtype), self.config.head_size, self.config.rope_theta
+            )
         made: list[Kept] = []
         for index, layer in enumerate(self.model.layers):
             inputs = (h_RD, rows, kv[index], rotary, rows.kept[index] if rows.kept else None)
@@ -148,7 +175,8 @@ class CausalLM(nn.Module):
     def loss(
         self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None
     ) -> LossSums:
-        """Loss of every counted target (ids below 0 are not counted), auxiliary rows at every token.
+        """Loss of every counted target (ids below 0 are not counted), auxiliary rows at every
+        token.
 
         ``document_ids_BS``, where given, keeps attention inside each document.
         """
@@ -168,7 +196,8 @@ class CausalLM(nn.Module):
     def log_probs(self, primary_AD: Tensor, aux_FAD: Tensor | None) -> ReadoutLogProbs:
         """r, p and q over the vocabulary for A rows, in float32 (float64 for float64 models).
 
-        ``aux_FAD`` None reads the primary alone: r is p. Ids of padded vocabulary rows have log r of −inf.
+        ``aux_FAD`` None reads the primary alone: r is p. Ids of padded vocabulary rows have log r
+        of −inf.
         """
         if aux_FAD is None:
             self.require_primary_readout()
@@ -178,15 +207,16 @@ class CausalLM(nn.Module):
             out = self.read(primary_AD, aux_FAD)
         if self.config.num_real_tokens == self.config.vocab_size:
             return out
-        real = torch.arange(self.config.vocab_size, device=out.r.device) < self.config.num_real_tokens
+        ids = torch.arange(self.config.vocab_size, device=out.r.device)
+        real = ids < self.config.num_real_tokens
         return out._replace(r=out.r.masked_fill(~real, -torch.inf).log_softmax(-1))
 
     def require_primary_readout(self) -> None:
         """Raise ``ValueError`` where the model cannot run with the auxiliary off."""
         if not self.has_primary_readout:
             raise ValueError(
-                f"this {self.config.variant} model was trained to be read from its auxiliary rows only "
-                "(there is no trained p); run it with --aux on"
+                f"this {self.config.variant} model was trained to be read from its auxiliary rows "
+                "only (there is no trained p); run it with --aux on"
             )
 
     def new_cache(self, max_length: int) -> ContiguousCache:
@@ -194,7 +224,12 @@ class CausalLM(nn.Module):
         weight = self.model.embed_tokens.weight
         c = self.config
         return ContiguousCache(
-            c.num_layers, c.kv_heads, c.head_size, max_length, device=weight.device, dtype=weight.dtype
+            c.num_layers,
+            c.kv_heads,
+            c.head_size,
+            max_length,
+            device=weight.device,
+            dtype=weight.dtype,
         )
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
@@ -202,7 +237,10 @@ class CausalLM(nn.Module):
         self._checkpointing = enabled
 
     def aux_logits(self, aux_FTD: Tensor) -> Tensor:
-        """[flows, T, V]: the shared head over the auxiliary rows, or each flow's own where it owns one."""
+        """[flows, T, V]: the shared head over the auxiliary rows, or each flow's own where it
+        owns one.
+        """
         rows = Rows(0, len(aux_FTD), aux_FTD.new_empty(0))
-        owned = [getattr(flow, "lm_head", None) for flow in self.model.aux]
-        return rows.aux(project(aux_FTD.flatten(0, 1), rows, self.lm_head, owned))
+        return rows.aux(
+            project(aux_FTD.flatten(0, 1), rows, self.lm_head, owned(self.model.aux, "lm_head"))
+        )

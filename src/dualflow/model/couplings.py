@@ -1,4 +1,6 @@
-"""How the flows share and touch: shared or owned maps over all rows, and the vectors that couple them."""
+"""How the flows share and touch: shared or owned maps over all rows, and the vectors that couple
+them.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +17,9 @@ def per_flow(
     shared: Callable[[Tensor], Tensor],
     owned: Sequence[Callable[[Tensor], Tensor] | None],
 ) -> Tensor:
-    """Apply ``shared`` to all rows at once, or each flow's own module to its rows where it owns one."""
+    """Apply ``shared`` to all rows at once, or each flow's own module to its rows where it owns
+    one.
+    """
     if not rows.num_flows or all(module is None for module in owned):
         return shared(x_RC)
     blocks = rows.aux(x_RC).unbind(0)
@@ -26,10 +30,12 @@ def per_flow(
 def couple(
     x_RC: Tensor, rows: Rows, vectors: Sequence[Tensor | None], kept_AC: Tensor | None = None
 ) -> Tensor:
-    """Add to each auxiliary row its flow's coupling vector times the primary's value at the pinned row.
+    """Add to each auxiliary row its flow's coupling vector times the primary's value at the pinned
+    row.
 
-    ``vectors`` holds one [C] vector per flow (None: that flow is not coupled here); ``kept_AC`` stands in for the
-    primary's rows where they are not part of this step. Primary rows pass through untouched.
+    ``vectors`` holds one [C] vector per flow (None: that flow is not coupled here); ``kept_AC``
+    stands in for the primary's rows where they are not part of this step. Primary rows pass through
+    untouched.
     """
     if not rows.num_flows or all(vector is None for vector in vectors):
         return x_RC
@@ -45,7 +51,9 @@ def couple(
 def project(
     x_RC: Tensor, rows: Rows, shared: nn.Linear, owned: Sequence[nn.Module | None]
 ) -> Tensor:
-    """``shared`` over every row; a flow's LoRA is added to its rows, a flow's own matrix replaces the shared one."""
+    """``shared`` over every row; a flow's LoRA is added to its rows, a flow's own matrix
+    replaces the shared one.
+    """
     if not any(isinstance(module, LoRA) for module in owned):
         return per_flow(x_RC, rows, shared, owned)
     y_RC = shared(x_RC)

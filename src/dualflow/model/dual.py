@@ -1,10 +1,12 @@
-"""The Dual-Flow Transformer: auxiliary flows with embeddings of their own, coupled to the primary, mixed into r."""
+"""The Dual-Flow Transformer: auxiliary flows with embeddings of their own, coupled to the
+primary, mixed into r.
+"""
 
 import torch
 from torch import Tensor
 
 from dualflow.model.backbone import CausalLM
-from dualflow.model.flows import AuxModel
+from dualflow.model.flows import AuxModel, owned
 from dualflow.model.readout import ReadoutLogProbs, read_all, read_targets
 from dualflow.ops.mixture import TargetLogProbs
 from dualflow.spec import ModelConfig
@@ -16,15 +18,23 @@ class DualFlowLM(CausalLM):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         assert config.flows is not None
-        self.model.aux.extend(AuxModel(config, config.flows, self.lm_head) for _ in range(config.num_flows))
+        self.model.aux.extend(
+            AuxModel(config, config.flows, self.lm_head) for _ in range(config.num_flows)
+        )
         kind, weight = config.readout.kind, config.readout.primary_loss_weight
         self.has_primary_readout = kind != "aux_only" or weight > 0
 
     def embed_aux(self, tokens_A: Tensor) -> Tensor:
-        return torch.stack([(flow.embed_tokens or self.model.embed_tokens)(tokens_A) for flow in self.model.aux])
+        shared = self.model.embed_tokens
+        tables = owned(self.model.aux, "embed_tokens")
+        return torch.stack([(table or shared)(tokens_A) for table in tables])
 
-    def target_log_probs(self, primary_TD: Tensor, aux_FTD: Tensor, targets_T: Tensor) -> TargetLogProbs:
-        return read_targets(self.config.readout, self.lm_head(primary_TD), self.aux_logits(aux_FTD), targets_T)
+    def target_log_probs(
+        self, primary_TD: Tensor, aux_FTD: Tensor, targets_T: Tensor
+    ) -> TargetLogProbs:
+        return read_targets(
+            self.config.readout, self.lm_head(primary_TD), self.aux_logits(aux_FTD), targets_T
+        )
 
     def read(self, primary_AD: Tensor, aux_FAD: Tensor) -> ReadoutLogProbs:
         return read_all(self.config.readout, self.lm_head(primary_AD), self.aux_logits(aux_FAD))

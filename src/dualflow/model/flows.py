@@ -1,4 +1,9 @@
-"""What an auxiliary flow owns: its embedding, its coupling vectors, and any norm or matrix it does not share."""
+"""What an auxiliary flow owns: its embedding, its coupling vectors, and any norm or matrix it
+does not share.
+"""
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +15,9 @@ MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
 class LoRA(nn.Module):
-    """A low-rank addition to a shared matrix (Hu et al. 2021): shared(x) + B A x, with B zero at birth."""
+    """A low-rank addition to a shared matrix (Hu et al. 2021): shared(x) + B A x, with B zero at
+    birth.
+    """
 
     def __init__(self, shared: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -40,18 +47,33 @@ class AuxLayer(nn.Module):
         separate = aux.flow_norms == "separate"
         for name in ("input_layernorm", "post_attention_layernorm"):
             self.add_module(name, _own_norm(config, config.hidden_size) if separate else None)
-        self.add_module("q_norm", _own_norm(config, config.head_size) if separate and config.qk_norm else None)
+        self.add_module(
+            "q_norm", _own_norm(config, config.head_size) if separate and config.qk_norm else None
+        )
 
 
 class AuxModel(nn.Module):
-    """One flow's own parameters outside the layers: E2, and its final norm or head where it owns them."""
+    """One flow's own parameters outside the layers: E2, and its final norm or head where it owns
+    them.
+    """
 
     def __init__(self, config: ModelConfig, aux: AuxConfig, head: nn.Linear) -> None:
         super().__init__()
-        own = nn.Embedding(config.vocab_size, config.hidden_size) if aux.embedding == "own" else None
+        own = (
+            nn.Embedding(config.vocab_size, config.hidden_size) if aux.embedding == "own" else None
+        )
         self.add_module("embed_tokens", own)
-        self.add_module("norm", _own_norm(config, config.hidden_size) if aux.flow_norms == "separate" else None)
-        self.add_module("lm_head", _own_matrix(head, aux.lora_rank) if "lm_head" in aux.owns else None)
+        self.add_module(
+            "norm", _own_norm(config, config.hidden_size) if aux.flow_norms == "separate" else None
+        )
+        self.add_module(
+            "lm_head", _own_matrix(head, aux.lora_rank) if "lm_head" in aux.owns else None
+        )
+
+
+def owned(flows: Iterable[nn.Module], name: str) -> list[Any]:
+    """What each flow owns under ``name``; None where it shares the primary's."""
+    return [getattr(flow, name, None) for flow in flows]
 
 
 def _own_matrix(shared: nn.Linear, rank: int) -> nn.Module:

@@ -1,6 +1,8 @@
-"""Initial values. Each parameter is drawn from a generator of its own, seeded by the run's seed and the parameter's name.
+"""Initial values. Each parameter is drawn from a generator of its own, seeded by the run's seed and
+the parameter's name.
 
-So every parameter that two variants share starts with the same values in both, whatever else they have.
+So every parameter that two variants share starts with the same values in both, whatever else they
+have.
 """
 
 import hashlib
@@ -17,8 +19,10 @@ ZEROS = ("bias", "_coupling", "lora_B.weight")
 
 @torch.no_grad()
 def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fill every parameter in place: normal(0, init_std); matrices that write to the residual stream are scaled by
-    1/sqrt(2 L) (GPT-2); gains 1; biases, couplings and LoRA's second matrices 0."""
+    """Fill every parameter in place: normal(0, init_std); matrices that write to the residual
+    stream are scaled by
+    1/sqrt(2 L) (GPT-2); gains 1; biases, couplings and LoRA's second matrices 0.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith(ZEROS):
             parameter.zero_()

@@ -1,7 +1,9 @@
-"""Who may touch keys and values. The primary appends; what it gets back can only be read, by both flows.
+"""Who may touch keys and values. The primary appends; what it gets back can only be read, by both
+flows.
 
-A writer covers one layer of one step. ``append`` takes the primary's keys and values and returns the reader through
-which primary and auxiliary rows attend, so an auxiliary row has nothing to write with.
+A writer covers one layer of one step. ``append`` takes the primary's keys and values and returns
+the reader through which primary and auxiliary rows attend, so an auxiliary row has nothing to write
+with.
 """
 
 from collections.abc import Sequence
@@ -34,9 +36,11 @@ class KVWriter(Protocol):
 
 
 class BatchKV:
-    """Keys and values of B whole sequences of S tokens, held for the step alone: training and scoring.
+    """Keys and values of B whole sequences of S tokens, held for the step alone: training and
+    scoring.
 
-    Primary row b*S + t is token t of sequence b. Tokens of other documents are hidden where ``document_ids_BS`` is given.
+    Primary row b*S + t is token t of sequence b. Tokens of other documents are hidden where
+    ``document_ids_BS`` is given.
     """
 
     def __init__(self, batch: int, length: int, document_ids_BS: Tensor | None = None) -> None:
@@ -53,14 +57,18 @@ class BatchKV:
 
 
 class BatchReader:
-    """Reader of ``BatchKV``; its ``append`` accepts nothing, so it also serves later steps without primary rows."""
+    """Reader of ``BatchKV``; its ``append`` accepts nothing, so it also serves later steps
+    without primary rows.
+    """
 
     def __init__(self, k_BSKH: Tensor, v_BSKH: Tensor, mask: Tensor | None) -> None:
         self.k_BSKH, self.v_BSKH, self.mask = k_BSKH, v_BSKH, mask
 
     def append(self, k_TKH: Tensor, v_TKH: Tensor) -> "BatchReader":
         if len(k_TKH):
-            raise ValueError("these keys and values are complete; a step that reads them later has no primary rows")
+            raise ValueError(
+                "these keys and values are complete; a step that reads them has no primary rows"
+            )
         return self
 
     def attend(self, q_RNH: Tensor, rows: Rows, own: OwnKeyValue | None = None) -> Tensor:
@@ -70,7 +78,9 @@ class BatchReader:
         if rows.num_flows:
             for q_ANH in rows.aux(q_RNH).unbind(0):
                 pins = rows.pins_A
-                blocks.append(self._whole(q_ANH, own) if pins is None else self._some(q_ANH, pins, own))
+                blocks.append(
+                    self._whole(q_ANH, own) if pins is None else self._some(q_ANH, pins, own)
+                )
         return torch.cat(blocks)
 
     def _whole(self, q_TNH: Tensor, own: OwnKeyValue | None) -> Tensor:
@@ -78,7 +88,10 @@ class BatchReader:
         shape = self.k_BSKH.shape[:2]
         k, v, mask = self.k_BSKH, self.v_BSKH, self.mask
         if own is not None:
-            k, v = (torch.cat([x, y.unflatten(0, shape)], dim=1) for x, y in zip((k, v), own, strict=True))
+            k, v = (
+                torch.cat([x, y.unflatten(0, shape)], dim=1)
+                for x, y in zip((k, v), own, strict=True)
+            )
             eye = torch.eye(shape[1], dtype=torch.bool, device=k.device)
             causal = eye.new_ones(eye.shape).tril()[None, None] if mask is None else mask
             mask = torch.cat([causal, eye.expand_as(causal)], dim=-1)
@@ -97,7 +110,9 @@ class BatchReader:
 
 
 class ContiguousCache:
-    """The KV cache of one sequence, allocated once for ``max_length`` tokens: [K, max_length, H] per layer, twice."""
+    """The KV cache of one sequence, allocated once for ``max_length`` tokens: [K, max_length, H]
+    per layer, twice.
+    """
 
     def __init__(
         self, num_layers: int, kv_heads: int, head_dim: int, max_length: int, *,
@@ -130,12 +145,16 @@ class ContiguousCache:
         return self.nbytes * self.length // self.max_length
 
     def tensors(self) -> list[tuple[Tensor, Tensor]]:
-        """The stored keys and values of every layer, [K, length, H] each: for tests and inspection."""
+        """The stored keys and values of every layer, [K, length, H] each: for tests and
+        inspection.
+        """
         return [layer.stored() for layer in self._layers]
 
 
 class _CacheLayer:
-    """One layer of ``ContiguousCache``: the writer; the reader it hands out knows only what is stored by then."""
+    """One layer of ``ContiguousCache``: the writer; the reader it hands out knows only what is
+    stored by then.
+    """
 
     def __init__(self, k_KSH: Tensor, v_KSH: Tensor) -> None:
         self.k_KSH, self.v_KSH, self.length = k_KSH, v_KSH, 0
@@ -166,4 +185,6 @@ class _CacheReader:
         first = rows.num_primary
         primary = row_attention(q_RNH[:first], self._k_KSH, self._v_KSH, mask_RS[:first])
         k, v = (x.expand(len(q_RNH) - first, *x.shape) for x in (self._k_KSH, self._v_KSH))
-        return torch.cat([primary, row_attention_with_own(q_RNH[first:], k, v, mask_RS[first:], own)])
+        return torch.cat(
+            [primary, row_attention_with_own(q_RNH[first:], k, v, mask_RS[first:], own)]
+        )

@@ -1,17 +1,17 @@
 """One transformer layer for both flows: the paper's mathematics, in the order of docs/dual_flow.md.
 
-    primary                                    auxiliary, same matrices
-    q1 = Wq n1, k1 = Wk n1, v1 = Wv n1         q2 = Wq n2 + a * q1
-    write k1, v1                               (writes nothing)
-    h1 += Wo attend(q1)                        h2 += Wo attend(q2)         both over the primary's keys, own position included
-    u1 = act(Wg m1) * (Wu m1)                  u2 = act(Wg m2) * (Wu m2) + b * u1
-    y1 = Wd u1;  h1 += y1                      y2 = Wd u2 + c * y1;  h2 += y2
+primary                                    auxiliary, same matrices
+q1 = Wq n1, k1 = Wk n1, v1 = Wv n1         q2 = Wq n2 + a * q1
+write k1, v1                               (writes nothing)
+h1 += Wo attend(q1)                        h2 += Wo attend(q2)         both over the primary's keys,
+own position included u1 = act(Wg m1) * (Wu m1)                  u2 = act(Wg m2) * (Wu m2) + b * u1
+y1 = Wd u1;  h1 += y1                      y2 = Wd u2 + c * y1;  h2 += y2
 """
 
 from torch import Tensor, nn
 
 from dualflow.model.couplings import couple, per_flow, project
-from dualflow.model.flows import AuxLayer
+from dualflow.model.flows import AuxLayer, owned
 from dualflow.model.kv import KVWriter
 from dualflow.model.rows import Kept, Rows
 from dualflow.ops.activation import mlp_intermediate
@@ -23,7 +23,9 @@ RotaryTable = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
-    """The attention matrices under their Hugging Face names, and the QK-norm gains where there are any."""
+    """The attention matrices under their Hugging Face names, and the QK-norm gains where there
+    are any.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -48,7 +50,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A pre-norm layer. ``forward`` takes and returns [R, D]; R counts the rows of both flows (``model.rows``)."""
+    """A pre-norm layer. ``forward`` takes and returns [R, D]; R counts the rows of both flows
+    (``model.rows``).
+    """
 
     def __init__(self, config: ModelConfig, *, own_key_value: bool = False) -> None:
         super().__init__()
@@ -65,25 +69,38 @@ class Layer(nn.Module):
             self.aux.extend(AuxLayer(config, config.flows, names) for _ in range(config.num_flows))
 
     def forward(
-        self, h_RD: Tensor, rows: Rows, kv: KVWriter, rotary: RotaryTable | None, kept: Kept | None = None
+        self,
+        h_RD: Tensor,
+        rows: Rows,
+        kv: KVWriter,
+        rotary: RotaryTable | None,
+        kept: Kept | None = None,
     ) -> tuple[Tensor, Kept]:
-        """One layer over all rows. Returns the new state and the primary's intermediates (q1, u1, y1), each [T, ...]."""
-        n_RD = per_flow(h_RD, rows, self.input_layernorm, self._owned("input_layernorm"))
-        q_RX = project(n_RD, rows, self.self_attn.q_proj, self._owned("q_proj"))
+        """One layer over all rows. Returns the new state and the primary's intermediates (q1,
+        u1, y1), each [T, ...].
+        """
+        n_RD = per_flow(h_RD, rows, self.input_layernorm, owned(self.aux, "input_layernorm"))
+        q_RX = project(n_RD, rows, self.self_attn.q_proj, owned(self.aux, "q_proj"))
         q1_TX = rows.primary(q_RX)
-        q_RX = couple(q_RX, rows, self._owned("query_coupling"), kept and kept.query)
+        q_RX = couple(q_RX, rows, owned(self.aux, "query_coupling"), kept and kept.query)
         o_RX = self._attend(q_RX, n_RD, rows, kv, rotary)
-        h_RD = h_RD + project(o_RX, rows, self.self_attn.o_proj, self._owned("o_proj"))
+        h_RD = h_RD + project(o_RX, rows, self.self_attn.o_proj, owned(self.aux, "o_proj"))
 
-        m_RD = per_flow(h_RD, rows, self.post_attention_layernorm, self._owned("post_attention_layernorm"))
+        m_RD = per_flow(
+            h_RD, rows, self.post_attention_layernorm, owned(self.aux, "post_attention_layernorm")
+        )
         gate, up, down = self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj
-        g_RF = None if gate is None else project(m_RD, rows, gate, self._owned("gate_proj"))
-        u_RF = mlp_intermediate(self.mlp_kind, g_RF, project(m_RD, rows, up, self._owned("up_proj")))
+        g_RF = None if gate is None else project(m_RD, rows, gate, owned(self.aux, "gate_proj"))
+        u_RF = mlp_intermediate(
+            self.mlp_kind, g_RF, project(m_RD, rows, up, owned(self.aux, "up_proj"))
+        )
         u1_TF = rows.primary(u_RF)
-        u_RF = couple(u_RF, rows, self._owned("intermediate_coupling"), kept and kept.intermediate)
-        y_RD = project(u_RF, rows, down, self._owned("down_proj"))
+        u_RF = couple(
+            u_RF, rows, owned(self.aux, "intermediate_coupling"), kept and kept.intermediate
+        )
+        y_RD = project(u_RF, rows, down, owned(self.aux, "down_proj"))
         y1_TD = rows.primary(y_RD)
-        y_RD = couple(y_RD, rows, self._owned("output_coupling"), kept and kept.output)
+        y_RD = couple(y_RD, rows, owned(self.aux, "output_coupling"), kept and kept.output)
         return h_RD + y_RD, Kept(q1_TX, u1_TF, y1_TD)
 
     def _attend(
@@ -92,7 +109,7 @@ class Layer(nn.Module):
         attention, heads = self.self_attn, (-1, self.head_dim)
         q_RNH = q_RX.unflatten(-1, heads)
         if attention.q_norm is not None:
-            q_RNH = per_flow(q_RNH, rows, attention.q_norm, self._owned("q_norm"))
+            q_RNH = per_flow(q_RNH, rows, attention.q_norm, owned(self.aux, "q_norm"))
         writing_RD = n_RD if self.own_key_value else rows.primary(n_RD)
         k_WKH = attention.k_proj(writing_RD).unflatten(-1, heads)
         v_WKH = attention.v_proj(writing_RD).unflatten(-1, heads)
@@ -107,7 +124,3 @@ class Layer(nn.Module):
             own = k_WKH[rows.num_primary :], v_WKH[rows.num_primary :]
         reader = kv.append(rows.primary(k_WKH), rows.primary(v_WKH))
         return reader.attend(q_RNH, rows, own).flatten(-2)
-
-    def _owned(self, name: str) -> list:
-        """What each flow owns under ``name``; None where it shares the primary's."""
-        return [getattr(flow, name) for flow in self.aux]

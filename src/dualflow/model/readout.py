@@ -4,12 +4,21 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dualflow.ops.mixture import TargetLogProbs, at_targets, log_softmax, mean_over_flows, mix, mixture_alpha
+from dualflow.ops.mixture import (
+    TargetLogProbs,
+    at_targets,
+    log_softmax,
+    mean_over_flows,
+    mix,
+    mixture_alpha,
+)
 from dualflow.spec import ReadoutConfig
 
 
 class ReadoutLogProbs(NamedTuple):
-    """Log-probabilities over the vocabulary, [A, V] each; None where the model has no such distribution."""
+    """Log-probabilities over the vocabulary, [A, V] each; None where the model has no such
+    distribution.
+    """
 
     r: Tensor
     p: Tensor | None
@@ -31,7 +40,9 @@ def read_all(readout: ReadoutConfig, logits_p_AV: Tensor, logits_q_FAV: Tensor) 
 def read_targets(
     readout: ReadoutConfig, logits_p_TV: Tensor, logits_q_FTV: Tensor, targets_T: Tensor
 ) -> TargetLogProbs:
-    """Log-probability of one target per row under r, p and q; only α needs the primary's whole distribution."""
+    """Log-probability of one target per row under r, p and q; only α needs the primary's whole
+    distribution.
+    """
     log_p_TV = log_softmax(logits_p_TV)
     log_p = at_targets(log_p_TV, targets_T)
     log_q = mean_over_flows(at_targets(log_softmax(logits_q_FTV), targets_T))

@@ -1,7 +1,9 @@
-"""The rows of one forward step: T primary rows, then one block of A auxiliary rows for every auxiliary flow.
+"""The rows of one forward step: T primary rows, then one block of A auxiliary rows for every
+auxiliary flow.
 
-Everything a layer computes is a matrix with R = T + flows x A rows, so each shared matrix is multiplied once for both
-flows. Training, prefill, decode, draft verification and the standard transformer differ in T and A alone.
+Everything a layer computes is a matrix with R = T + flows x A rows, so each shared matrix is
+multiplied once for both flows. Training, prefill, decode, draft verification and the standard
+transformer differ in T and A alone.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,9 @@ from torch import Tensor
 
 
 class Kept(NamedTuple):
-    """One layer's primary intermediates at chosen rows: what the couplings of an auxiliary row read."""
+    """One layer's primary intermediates at chosen rows: what the couplings of an auxiliary row
+    read.
+    """
 
     query: Tensor
     """[A, N*H], before QK-norm and rotation."""
@@ -28,11 +32,14 @@ class Rows:
     """Where each row of a step sits.
 
     num_primary:  T.
-    num_flows:    auxiliary flows, each with its own block of A rows; 0 where the step has no auxiliary rows.
+    num_flows:    auxiliary flows, each with its own block of A rows; 0 where the step has no
+                  auxiliary rows.
     positions_R:  absolute position of every row in its sequence.
-    pins_A:       the primary row each auxiliary row is pinned to; None: auxiliary row i to primary row i.
-    kept:         per layer, the primary's intermediates at the pinned rows, where an earlier step computed them
-                  (lazy execution: T may then be 0); None: they are taken from this step's primary rows.
+    pins_A:       the primary row each auxiliary row is pinned to; None: auxiliary row i to primary
+                  row i.
+    kept:         per layer, the primary's intermediates at the pinned rows, where an earlier step
+                  computed them (lazy execution: T may then be 0); None: they are taken from this
+                  step's primary rows.
     """
 
     num_primary: int

@@ -1,4 +1,6 @@
-"""Control: the mixture without a second flow. q is read from a learned map of the primary's own final state."""
+"""Control: the mixture without a second flow. q is read from a learned map of the primary's own
+final state.
+"""
 
 from torch import Tensor, nn
 
@@ -26,10 +28,16 @@ class TwoSoftmaxLM(CausalLM):
         super().__init__(config)
         self.model.aux.append(SecondState(config.hidden_size))
 
-    def target_log_probs(self, primary_TD: Tensor, aux_FTD: Tensor, targets_T: Tensor) -> TargetLogProbs:
+    def target_log_probs(
+        self, primary_TD: Tensor, aux_FTD: Tensor, targets_T: Tensor
+    ) -> TargetLogProbs:
         second_TD = self.model.aux[0](primary_TD)
-        return read_targets(self.config.readout, self.lm_head(primary_TD), self.lm_head(second_TD)[None], targets_T)
+        return read_targets(
+            self.config.readout, self.lm_head(primary_TD), self.lm_head(second_TD)[None], targets_T
+        )
 
     def read(self, primary_AD: Tensor, aux_FAD: Tensor) -> ReadoutLogProbs:
         second_AD = self.model.aux[0](primary_AD)
-        return read_all(self.config.readout, self.lm_head(primary_AD), self.lm_head(second_AD)[None])
+        return read_all(
+            self.config.readout, self.lm_head(primary_AD), self.lm_head(second_AD)[None]
+        )

@@ -1,1 +1,3 @@
-"""Kernels of the model as functions of tensors. ``reference`` says slowly and plainly what each must compute."""
+"""Kernels of the model as functions of tensors. ``reference`` says slowly and plainly what each
+must compute.
+"""

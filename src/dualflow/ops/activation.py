@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 def mlp_intermediate(kind: str, gate: Tensor | None, up: Tensor) -> Tensor:
-    """act(gate) * up for the gated kinds (Shazeer 2020), act(up) for the others; GELU is the tanh form of GPT-2."""
+    """act(gate) * up for the gated kinds (Shazeer 2020), act(up) for the others; GELU is the
+    tanh form of GPT-2.
+    """
     match kind, gate:
         case "swiglu", Tensor():
             return F.silu(gate) * up

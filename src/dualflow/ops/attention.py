@@ -1,4 +1,6 @@
-"""Attention of query rows over keys and values, grouped-query heads included. Softmax scale is 1/sqrt(H)."""
+"""Attention of query rows over keys and values, grouped-query heads included. Softmax scale is
+1/sqrt(H).
+"""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +8,8 @@ from torch import Tensor
 
 
 def batch_attention(q_BSNH: Tensor, k_BUKH: Tensor, v_BUKH: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention inside each of B sequences; ``mask`` is [B or 1, 1, S, U], True where a query may look.
+    """Attention inside each of B sequences; ``mask`` is [B or 1, 1, S, U], True where a query may
+    look.
 
     Without a mask it is causal and U = S. Returns [B, S, N, H].
     """
@@ -19,10 +22,11 @@ def batch_attention(q_BSNH: Tensor, k_BUKH: Tensor, v_BUKH: Tensor, mask: Tensor
 
 
 def row_attention(q_RNH: Tensor, k_KSH: Tensor, v_KSH: Tensor, mask_RS: Tensor | None) -> Tensor:
-    """R query rows over one sequence's keys, every key read once for all rows and heads of its group.
+    """R query rows over one sequence's keys, every key read once for all rows and heads of its
+    group.
 
-    All rows, whichever flow they belong to, become query lanes of their key-value head (grouped execution).
-    Returns [R, N, H].
+    All rows, whichever flow they belong to, become query lanes of their key-value head (grouped
+    execution). Returns [R, N, H].
     """
     num_rows, num_heads, head_dim = q_RNH.shape
     kv_heads = k_KSH.shape[0]
@@ -36,9 +40,14 @@ def row_attention(q_RNH: Tensor, k_KSH: Tensor, v_KSH: Tensor, mask_RS: Tensor |
 
 
 def row_attention_with_own(
-    q_ANH: Tensor, k_AKSH: Tensor, v_AKSH: Tensor, mask_AS: Tensor, own: tuple[Tensor, Tensor] | None
+    q_ANH: Tensor,
+    k_AKSH: Tensor,
+    v_AKSH: Tensor,
+    mask_AS: Tensor,
+    own: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Each row over keys of its own choosing, and over one private key and value ``own`` ([A, K, H] each) if given.
+    """Each row over keys of its own choosing, and over one private key and value ``own`` ([A, K, H]
+    each) if given.
 
     Returns [A, N, H]. Keys are materialised per row: right for few rows.
     """

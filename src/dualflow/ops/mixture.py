@@ -1,7 +1,7 @@
 """The readout r = α p + (1 − α) q and the likelihood of targets under it, in row chunks.
 
-α = clip(Σ_v p_v², ½, 1) is the primary's collision probability (paper); everything is float32 (float64 for float64
-inputs) whatever the matmuls run in.
+α = clip(Σ_v p_v², ½, 1) is the primary's collision probability (paper); everything is float32
+(float64 for float64 inputs) whatever the matmuls run in.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,9 @@ LOGITS_PER_CHUNK = 2**22
 
 
 class TargetLogProbs(NamedTuple):
-    """Log-probability of each row's target, [T] each; None where the model has no such distribution."""
+    """Log-probability of each row's target, [T] each; None where the model has no such
+    distribution.
+    """
 
     r: Tensor
     p: Tensor | None
@@ -31,7 +33,9 @@ class Alpha(NamedTuple):
 
 
 def mixture_alpha(log_p_TV: Tensor) -> Alpha:
-    """α of every row from the primary's log-probabilities; 1 − α is Σp(1 − p), which does not cancel near one-hot p."""
+    """α of every row from the primary's log-probabilities; 1 − α is Σp(1 − p), which does not
+    cancel near one-hot p.
+    """
     p_TV = log_p_TV.exp()
     collision = p_TV.square().sum(-1)
     complement = (p_TV * (1 - p_TV)).sum(-1)
@@ -40,14 +44,14 @@ def mixture_alpha(log_p_TV: Tensor) -> Alpha:
 
 
 def mix(alpha: Alpha, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """log r for shapes [T] or [T, V]."""
+    """Log r for shapes [T] or [T, V]."""
     if log_p.dim() > alpha.log.dim():
         alpha = Alpha(alpha.log[:, None], alpha.log_complement[:, None])
     return torch.logaddexp(alpha.log + log_p, alpha.log_complement + log_q)
 
 
 def mean_over_flows(log_q_FT: Tensor) -> Tensor:
-    """log of the flows' uniform mean in probability, over the first axis."""
+    """Log of the flows' uniform mean in probability, over the first axis."""
     if len(log_q_FT) == 1:
         return log_q_FT[0]
     return log_q_FT.logsumexp(0) - torch.log(log_q_FT.new_tensor(float(len(log_q_FT))))
@@ -72,11 +76,12 @@ def sum_over_chunks(
     targets_T: Tensor,
     vocab_size: int,
 ) -> TargetLogProbs:
-    """Negative log-likelihoods (nats) of the counted targets, summed, without ever holding all logits at once.
+    """Negative log-likelihoods (nats) of the counted targets, summed, without ever holding all
+    logits at once.
 
-    ``score`` turns a chunk of hidden rows (primary [t, D], auxiliary [F, t, D]) and targets [t] into log-probabilities;
-    its logits live for one chunk only and are recomputed in the backward pass where there is more than one chunk.
-    Targets below 0 are not counted. Returns 0-dim sums.
+    ``score`` turns a chunk of hidden rows (primary [t, D], auxiliary [F, t, D]) and targets [t]
+    into log-probabilities; its logits live for one chunk only and are recomputed in the backward
+    pass where there is more than one chunk. Targets below 0 are not counted. Returns 0-dim sums.
     """
     counted = targets_T >= 0
     targets = targets_T.clamp_min(0)
@@ -91,7 +96,11 @@ def sum_over_chunks(
     sums = [
         checkpoint(chunk_sums, *chunk, use_reentrant=False)
         for chunk in zip(
-            primary_TD.split(rows), aux_FTD.split(rows, 1), targets.split(rows), counted.split(rows), strict=True
+            primary_TD.split(rows),
+            aux_FTD.split(rows, 1),
+            targets.split(rows),
+            counted.split(rows),
+            strict=True,
         )
     ]
     columns = zip(*sums, strict=True)

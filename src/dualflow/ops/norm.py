@@ -1,11 +1,15 @@
-"""Normalisation over the last axis, computed in at least float32 and returned in the input's dtype."""
+"""Normalisation over the last axis, computed in at least float32 and returned in the input's
+dtype.
+"""
 
 import torch
 from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · gain (Zhang & Sennrich 2019). Shape and dtype are those of the input."""
+    """x / sqrt(mean(x²) + eps) · gain (Zhang & Sennrich 2019). Shape and dtype are those of the
+    input.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The slow twins: each function says plainly what its fast counterpart must compute. For tests and for reading."""
+"""The slow twins: each function says plainly what its fast counterpart must compute. For tests
+and for reading.
+"""
 
 import torch
 from torch import Tensor

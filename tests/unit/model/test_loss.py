@@ -10,12 +10,15 @@ from dualflow.model import CausalLM, build_model
 from dualflow.ops import mixture
 from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig, parameter_counts
 from dualflow.testing import tiny_config
-from tests.unit.model.test_step import CONFIGS, scrambled, tokens_of, whole_sequence
+from dualflow.testing.steps import EVERY_KIND, whole_sequence
+from dualflow.testing.tensors import random_tokens, tiny_model
 
 
 def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    tokens, targets = (torch.randint(0, config.num_real_tokens, (3, 12), generator=generator) for _ in range(2))
+    tokens, targets = (
+        torch.randint(0, config.num_real_tokens, (3, 12), generator=generator) for _ in range(2)
+    )
     targets[0, :5] = -100
     return tokens, targets
 
@@ -24,9 +27,9 @@ def gradients(model: CausalLM) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY_KIND)
 def test_loss_is_the_readout_summed_over_counted_targets(name: str) -> None:
-    model = scrambled(CONFIGS[name])
+    model = tiny_model(EVERY_KIND[name])
     tokens, targets = batch(model.config)
     sums = model.loss(tokens, targets)
     expected = {"r": 0.0, "p": 0.0, "q": 0.0}
@@ -48,14 +51,16 @@ def test_loss_is_the_readout_summed_over_counted_targets(name: str) -> None:
 
 def test_primary_loss_weight_adds_the_primarys_own_loss() -> None:
     config = tiny_config("dual", readout=ReadoutConfig(primary_loss_weight=0.3))
-    sums = scrambled(config).loss(*batch(config))
+    sums = tiny_model(config).loss(*batch(config))
     assert sums.p is not None
     assert sums.total.item() == pytest.approx(sums.r.item() + 0.3 * sums.p.item())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_row_chunks_change_neither_value_nor_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = scrambled(CONFIGS[name])
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_row_chunks_change_neither_value_nor_gradients(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(EVERY_KIND[name])
     tokens, targets = batch(model.config)
     whole = model.loss(tokens, targets)
     whole.total.backward()
@@ -89,7 +94,7 @@ def test_chunked_loss_saves_no_full_logits(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", ["dual", "dual, two flows", "phd2"])
 def test_activation_checkpointing_changes_nothing(name: str) -> None:
-    model = scrambled(CONFIGS[name]).train()
+    model = tiny_model(EVERY_KIND[name]).train()
     tokens, targets = batch(model.config)
     model.loss(tokens, targets).total.backward()
     expected = gradients(model)
@@ -100,36 +105,39 @@ def test_activation_checkpointing_changes_nothing(name: str) -> None:
         torch.testing.assert_close(gradient, expected[key])
 
 
-@pytest.mark.parametrize("name", [name for name, c in CONFIGS.items() if c.position == "rotary"])
+@pytest.mark.parametrize("name", [name for name, c in EVERY_KIND.items() if c.position == "rotary"])
 def test_document_mask_gives_each_document_its_own_attention(name: str) -> None:
-    """Two documents in one row equal two rows (rotary positions are relative, so the offset does not matter)."""
-    config = CONFIGS[name]
-    model = scrambled(config)
-    tokens = tokens_of(config, 12)
-    targets = tokens_of(config, 12).flip(0)
+    """Two documents in one row equal two rows (rotary positions are relative, so the offset does
+    not matter).
+    """
+    config = EVERY_KIND[name]
+    model = tiny_model(config)
+    tokens = random_tokens(config, 12)
+    targets = random_tokens(config, 12, seed=1)
     ids = torch.tensor([[0] * 5 + [1] * 7])
     together = model.loss(tokens[None], targets[None], ids).r
-    apart = model.loss(tokens[None, :5], targets[None, :5]).r + model.loss(tokens[None, 5:], targets[None, 5:]).r
+    apart = (
+        model.loss(tokens[None, :5], targets[None, :5]).r
+        + model.loss(tokens[None, 5:], targets[None, 5:]).r
+    )
     assert together.item() == pytest.approx(apart.item(), abs=1e-9)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY_KIND)
 def test_every_parameter_gets_a_gradient(name: str) -> None:
-    model = build_model(CONFIGS[name], dtype=torch.float64)
-    scramble = scrambled(CONFIGS[name])
-    model.load_state_dict(scramble.state_dict())
+    model = tiny_model(EVERY_KIND[name])
     model.loss(*batch(model.config)).total.backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert not missing
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY_KIND)
 def test_parameter_counts_follow_the_formula(name: str) -> None:
-    model = build_model(CONFIGS[name])
+    model = build_model(EVERY_KIND[name])
     owners = {"primary": 0, "aux": 0}
     for key, parameter in model.named_parameters():
         owners["aux" if ".aux." in key else "primary"] += parameter.numel()
-    assert dataclasses.asdict(parameter_counts(CONFIGS[name])) == owners
+    assert dataclasses.asdict(parameter_counts(EVERY_KIND[name])) == owners
 
 
 def test_variants_start_from_the_same_shared_values() -> None:
@@ -139,7 +147,8 @@ def test_variants_start_from_the_same_shared_values() -> None:
         for key, value in reference.items():
             assert torch.equal(parameters[key], value), f"{variant}: {key}"
     assert not torch.equal(
-        reference["lm_head.weight"], dict(build_model(tiny_config("standard"), seed=6).named_parameters())["lm_head.weight"]
+        reference["lm_head.weight"],
+        dict(build_model(tiny_config("standard"), seed=6).named_parameters())["lm_head.weight"],
     )
 
 

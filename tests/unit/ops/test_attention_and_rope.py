@@ -29,15 +29,17 @@ def test_batch_attention_is_causal() -> None:
     q, k, v = qkv(rows=7, keys=7)
     got = attention.batch_attention(q[None], k[None], v[None], None)[0]
     for row in range(7):
-        torch.testing.assert_close(got[row], reference.attention(q[row], k[: row + 1], v[: row + 1]))
+        torch.testing.assert_close(
+            got[row], reference.attention(q[row], k[: row + 1], v[: row + 1])
+        )
 
 
 def test_a_private_key_joins_only_its_own_row() -> None:
     q, k, v = qkv(rows=3, keys=6)
-    own = tuple(torch.randn(3, 2, 8, dtype=torch.float64) for _ in range(2))
-    each = tuple(x.transpose(0, 1).expand(3, 2, 6, 8) for x in (k, v))
+    own = (torch.randn(3, 2, 8).double(), torch.randn(3, 2, 8).double())
+    k_each, v_each = (x.transpose(0, 1).expand(3, 2, 6, 8) for x in (k, v))
     mask = torch.arange(6) <= torch.tensor([1, 3, 5])[:, None]
-    got = attention.row_attention_with_own(q, *each, mask, own)
+    got = attention.row_attention_with_own(q, k_each, v_each, mask, own)
     for row, position in enumerate((1, 3, 5)):
         keys = torch.cat([k[: position + 1], own[0][row : row + 1]])
         values = torch.cat([v[: position + 1], own[1][row : row + 1]])
@@ -49,4 +51,6 @@ def test_rotation_equals_the_reference(position: int) -> None:
     x = torch.randn(1, 2, 16, dtype=torch.float64)
     table = rope.rotary_table(torch.tensor([position], dtype=torch.float64), 16, 10000.0)
     for head in range(2):
-        torch.testing.assert_close(rope.rotate(x, table)[0, head], reference.rotate(x[0, head], position, 10000.0))
+        torch.testing.assert_close(
+            rope.rotate(x, table)[0, head], reference.rotate(x[0, head], position, 10000.0)
+        )

@@ -10,8 +10,12 @@ from dualflow.spec import ReadoutConfig
 VOCAB = 11
 
 
-def logits(sharpness: float, rows: int = 6, flows: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Primary logits whose collision probability grows with ``sharpness``, auxiliary logits, targets."""
+def logits(
+    sharpness: float, rows: int = 6, flows: int = 2
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Primary logits whose collision probability grows with ``sharpness``, auxiliary logits,
+    targets.
+    """
     generator = torch.Generator().manual_seed(0)
     primary = torch.randn(rows, VOCAB, generator=generator, dtype=torch.float64)
     primary[:, 3] += sharpness
@@ -29,7 +33,9 @@ def test_equals_the_naive_loss_in_value_and_gradients(
     monkeypatch.setattr(mixture, "LOGITS_PER_CHUNK", 2 * VOCAB)
     primary, aux, targets = logits(sharpness)
     readout = ReadoutConfig(alpha_gradient=alpha_gradient, primary_loss_weight=weight)
-    sums = mixture.sum_over_chunks(lambda p, a, t: read_targets(readout, p, a, t), primary, aux, targets, VOCAB)
+    sums = mixture.sum_over_chunks(
+        lambda p, a, t: read_targets(readout, p, a, t), primary, aux, targets, VOCAB
+    )
     assert sums.p is not None
     loss = sums.r + weight * sums.p
     expected = reference.mixture_loss(
@@ -53,7 +59,8 @@ def test_one_hot_primary_gives_finite_loss_and_gradients(dtype: torch.dtype, tar
     primary = torch.full((1, VOCAB), -200.0, dtype=dtype)
     primary[0, 4] = 200.0
     aux = torch.zeros(1, 1, VOCAB, dtype=dtype)
-    primary.requires_grad_(), aux.requires_grad_()
+    primary.requires_grad_()
+    aux.requires_grad_()
     r, p, _ = read_targets(ReadoutConfig(), primary, aux, torch.tensor([target]))
     assert p is not None and torch.isfinite(r).all()
     if target == 4:
@@ -86,7 +93,9 @@ def test_uncounted_targets_change_nothing() -> None:
     readout = ReadoutConfig()
 
     def total(target: torch.Tensor) -> torch.Tensor:
-        return mixture.sum_over_chunks(lambda p, a, t: read_targets(readout, p, a, t), primary, aux, target, VOCAB).r
+        return mixture.sum_over_chunks(
+            lambda p, a, t: read_targets(readout, p, a, t), primary, aux, target, VOCAB
+        ).r
 
     some = targets.clone()
     some[2:] = -100

@@ -1,0 +1,31 @@
+"""One configuration of every kind of model, and the forward pass that all other ways to run it
+must equal.
+"""
+
+import torch
+from torch import Tensor
+
+from dualflow.model import AuxRows, BatchKV, CausalLM, StepOutput
+from dualflow.spec import AuxConfig, ModelConfig
+from dualflow.testing.configs import family_config, flow_config, tiny_config
+
+EVERY_KIND: dict[str, ModelConfig] = {
+    "standard": tiny_config("standard"),
+    "two_softmax": tiny_config("two_softmax"),
+    "phd2": tiny_config("phd2"),
+    "dual": tiny_config("dual"),
+    "dual, two flows": tiny_config("dual", aux=AuxConfig(num_flows=2)),
+    "dual, tied embedding": flow_config("tied_embedding"),
+    "dual, owns everything": flow_config("owns_everything"),
+    "dual, separate norms": flow_config("separate_norms", qk_norm=True),
+    "dual, LoRA": flow_config("lora"),
+    "dual, GPT-2 family": family_config("gpt2", "dual"),
+}
+"""Every variant and every way an auxiliary flow can differ from the primary."""
+
+
+def whole_sequence(model: CausalLM, tokens_T: Tensor, *, keep: bool = False) -> StepOutput:
+    """The training forward of one sequence: every token a primary row and an auxiliary row."""
+    positions_T = torch.arange(len(tokens_T))
+    kv = [BatchKV(1, len(tokens_T))] * model.config.num_layers
+    return model.step(tokens_T, positions_T, kv, aux=AuxRows(tokens_T, positions_T), keep=keep)
