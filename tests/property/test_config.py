@@ -75,7 +75,9 @@ def test_merging_a_whole_configuration_gives_that_configuration(a: Outer, b: Out
 @given(outers)
 def test_overriding_by_its_own_values_changes_nothing(config: Outer) -> None:
     assert override(config, []) == config
-    assert override(config, [f"count={config.count}", f"inner.rate={config.inner.rate!r}"]) == config
+    assert (
+        override(config, [f"count={config.count}", f"inner.rate={config.inner.rate!r}"]) == config
+    )
 
 
 @given(st.sampled_from(["name", "count", "flag", "sizes", "words", "inner", "spare"]), values)

@@ -11,7 +11,10 @@ TEXTS = TokenTexts(TOKENIZER)
 
 token_ids = st.integers(0, TOKENIZER.vocab_size + 5)
 # Bytes of and around multi-byte characters, so that broken and completed characters are both common.
-edges = [TOKENIZER.id_of(name) for name in ("æ", "Ĺ", "¥", "ð", "Ł", "Į", "¶", "Ã", "©", "ÿ", "ï", "¿", "½")]
+edges = [
+    TOKENIZER.id_of(name)
+    for name in ("æ", "Ĺ", "¥", "ð", "Ł", "Į", "¶", "Ã", "©", "ÿ", "ï", "¿", "½")
+]
 id_lists = st.lists(token_ids | st.sampled_from([i for i in edges if i is not None]), max_size=40)
 
 
@@ -52,13 +55,18 @@ def test_no_piece_of_valid_text_holds_part_of_a_character(text):
 def test_stop_strings_cut_the_whole_decoding(data):
     ids = data.draw(id_lists)
     text = decode_at_once(ids)
-    piece = st.builds(lambda i, n: text[i : i + n], st.integers(0, max(len(text) - 1, 0)), st.integers(1, 6))
+    piece = st.builds(
+        lambda i, n: text[i : i + n], st.integers(0, max(len(text) - 1, 0)), st.integers(1, 6)
+    )
     stops = data.draw(st.lists((piece | st.text(min_size=1, max_size=4)).filter(bool), max_size=4))
     pieces, found = stream(ids, stops)
     assert ("".join(pieces), found) == cut(text, stops)
 
 
-@given(st.lists(st.sampled_from("ab"), max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
+@given(
+    st.lists(st.sampled_from("ab"), max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
+)
 @example(list("aaab"), ["aab"])
 @example(list("ababac"), ["abac", "ba"])
 def test_stop_strings_that_overlap_themselves_and_each_other(characters, stops):

@@ -1,4 +1,6 @@
-"""The model specification: what it refuses, what it derives, and that its counts are those of the built model."""
+"""The model specification: what it refuses, what it derives, and that its counts are those of the
+built model.
+"""
 
 import dataclasses
 from typing import Any
@@ -133,7 +135,11 @@ def test_errors_read_from_a_file_name_the_table() -> None:
 def test_overrides_may_change_variant_and_flows_in_any_order() -> None:
     settings = ["aux.num_flows=2", "variant=dual", "readout.primary_loss_weight=0.3"]
     config = override(tiny_config(), settings)
-    assert (config.variant, config.num_flows, config.readout.primary_loss_weight) == ("dual", 2, 0.3)
+    assert (config.variant, config.num_flows, config.readout.primary_loss_weight) == (
+        "dual",
+        2,
+        0.3,
+    )
     assert override(tiny_config(), reversed(settings)) == config
 
 

@@ -75,7 +75,9 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         newer = type(version) is int and version > FORMAT_VERSION
         hint = "; it was written by a newer dualflow: upgrade to read it" if newer else ""
-        raise ValueError(f"{path} has format_version {version!r}; this dualflow reads {FORMAT_VERSION}{hint}")
+        raise ValueError(
+            f"{path} has format_version {version!r}; this dualflow reads {FORMAT_VERSION}{hint}"
+        )
     return table
 
 
@@ -90,13 +92,19 @@ def _inside_run(run: Path) -> Path | None:
         with pointer.open("rb") as file:
             name = file.read(256).decode("utf-8", "replace").strip()
         if name in ("", ".", "..") or not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"{pointer} names {name!r}; expected the name of a checkpoint beside it")
+            raise ValueError(
+                f"{pointer} names {name!r}; expected the name of a checkpoint beside it"
+            )
         if not is_model_folder(checkpoints / name):
-            raise ValueError(f"{pointer} names {name!r}, but {checkpoints / name} holds no dualflow model")
+            raise ValueError(
+                f"{pointer} names {name!r}, but {checkpoints / name} holds no dualflow model"
+            )
         return checkpoints / name
     steps = sorted(path for path in checkpoints.glob("step-*") if is_model_folder(path))
     if not steps:
-        raise ValueError(f"{run} is a run without a finished model or a checkpoint yet; train it further first")
+        raise ValueError(
+            f"{run} is a run without a finished model or a checkpoint yet; train it further first"
+        )
     return max(steps, key=lambda path: int(re.sub(r"\D", "", path.name) or 0))
 
 
@@ -123,7 +131,11 @@ def _listing(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     if not names:
         return "it is empty"
-    return "it holds " + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        "it holds "
+        + ", ".join(names[:5])
+        + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    )
 
 
 def missing_weights(folder: Path) -> str:

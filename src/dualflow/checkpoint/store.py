@@ -70,7 +70,9 @@ def write_model(
     """Write the files of a model folder into an existing ``folder``: for use inside ``atomic_folder``, beside others."""
     bare = _unwrap(model)
     tensors = _stored_tensors(bare)
-    save_tensors(folder / PRIMARY_FILE, {name: t for name, t in tensors.items() if not _is_aux(name)})
+    save_tensors(
+        folder / PRIMARY_FILE, {name: t for name, t in tensors.items() if not _is_aux(name)}
+    )
     if aux := {name: t for name, t in tensors.items() if _is_aux(name)}:
         save_tensors(folder / AUX_FILE, aux)
     if tokenizer_json is not None:
@@ -79,7 +81,8 @@ def write_model(
         _write_json(folder / "metrics.json", _finite(metrics))
     fields = configuration.to_dict(bare.config)
     _write_json(
-        folder / "config.json", {"model_type": MODEL_TYPE, "format_version": FORMAT_VERSION, "config": fields}
+        folder / "config.json",
+        {"model_type": MODEL_TYPE, "format_version": FORMAT_VERSION, "config": fields},
     )
 
 
@@ -98,7 +101,9 @@ def load_model(
     headers = _read_headers(place)
     stored = {name: entry for header in headers.values() for name, entry in header.items()}
     if config.num_layers > len(stored):
-        raise ValueError(f"{place}: config.json has num_layers {config.num_layers:,}, the files {len(stored):,} tensors")
+        raise ValueError(
+            f"{place}: config.json has num_layers {config.num_layers:,}, the files {len(stored):,} tensors"
+        )
     _check_strict(place, _expected_shapes(place, config), headers)
     model = build_model(config, device=device, dtype=dtype or _main_dtype(stored))
     parameters = _stored_tensors(model)
@@ -129,14 +134,20 @@ def load_tokenizer_of(folder: str | Path) -> Tokenizer:
     """The tokenizer of a model folder or run folder. Raises ``ValueError`` where it is missing or damaged."""
     place = find_model_folder(folder)
     if not (place / "tokenizer.json").is_file():
-        raise ValueError(f"tokenizer.json is missing in {place}: the model can be loaded, but not fed with text")
+        raise ValueError(
+            f"tokenizer.json is missing in {place}: the model can be loaded, but not fed with text"
+        )
     return load_tokenizer(place)
 
 
 def _read_headers(place: Path) -> dict[str, dict[str, TensorEntry]]:
     if not (place / PRIMARY_FILE).exists():
         raise ValueError(missing_weights(place))
-    return {file: read_header(place / file) for file in (PRIMARY_FILE, AUX_FILE) if (place / file).exists()}
+    return {
+        file: read_header(place / file)
+        for file in (PRIMARY_FILE, AUX_FILE)
+        if (place / file).exists()
+    }
 
 
 def _expected_shapes(place: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -144,12 +155,16 @@ def _expected_shapes(place: Path, config: ModelConfig) -> dict[str, tuple[int, .
     try:
         model = build_model(config, device="meta")
     except (RuntimeError, OverflowError, MemoryError) as error:
-        raise ValueError(f"{place / 'config.json'} describes a model that cannot be built: {error}") from error
+        raise ValueError(
+            f"{place / 'config.json'} describes a model that cannot be built: {error}"
+        ) from error
     return {name: tuple(tensor.shape) for name, tensor in _stored_tensors(model).items()}
 
 
 def _check_strict(
-    place: Path, expected: Mapping[str, tuple[int, ...]], headers: Mapping[str, Mapping[str, TensorEntry]]
+    place: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    headers: Mapping[str, Mapping[str, TensorEntry]],
 ) -> None:
     problems: list[str] = []
     for file, belongs in ((PRIMARY_FILE, False), (AUX_FILE, True)):
@@ -170,14 +185,20 @@ def _check_strict(
         raise ValueError(f"{place} does not fit its config.json: " + "; ".join(problems))
 
 
-def _compare(file: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorEntry]) -> list[str]:
+def _compare(
+    file: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorEntry]
+) -> list[str]:
     problems: list[str] = []
     if missing := wanted.keys() - found.keys():
         problems.append(f"{file}: missing {_few(missing)}")
     if unexpected := found.keys() - wanted.keys():
         problems.append(f"{file}: unexpected {_few(unexpected)}")
     both = sorted(wanted.keys() & found.keys())
-    if shapes := [f"{n} {list(found[n].shape)}, expected {list(wanted[n])}" for n in both if found[n].shape != wanted[n]]:
+    if shapes := [
+        f"{n} {list(found[n].shape)}, expected {list(wanted[n])}"
+        for n in both
+        if found[n].shape != wanted[n]
+    ]:
         problems.append(f"{file}: other shape: {_few(shapes, sort=False)}")
     if dtypes := [f"{n} ({found[n].dtype})" for n in both if found[n].dtype not in FLOATS]:
         problems.append(f"{file}: not one of {', '.join(FLOATS)}: {_few(dtypes, sort=False)}")
@@ -239,7 +260,9 @@ def _unwrap(model: nn.Module) -> CausalLM:
     while not isinstance(model, CausalLM):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
-            raise TypeError(f"save_model got a {type(model).__name__}; expected a dualflow CausalLM")
+            raise TypeError(
+                f"save_model got a {type(model).__name__}; expected a dualflow CausalLM"
+            )
         model = inner
     return model
 
@@ -249,15 +272,23 @@ def _is_aux(name: str) -> bool:
 
 
 def _tokenizer_text(tokenizer_json: str | Path) -> str:
-    text = tokenizer_json.read_text(encoding="utf-8") if isinstance(tokenizer_json, Path) else tokenizer_json
+    text = (
+        tokenizer_json.read_text(encoding="utf-8")
+        if isinstance(tokenizer_json, Path)
+        else tokenizer_json
+    )
     if not text.lstrip().startswith("{"):
-        raise ValueError(f"tokenizer_json is {text[:40]!r}...; expected the text of a tokenizer.json, or its Path")
+        raise ValueError(
+            f"tokenizer_json is {text[:40]!r}...; expected the text of a tokenizer.json, or its Path"
+        )
     return text
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no NaN: a run that diverged must still save its checkpoint."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()
+    }
 
 
 def _write_json(path: Path, value: Any) -> None:

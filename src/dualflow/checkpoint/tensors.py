@@ -42,7 +42,9 @@ class TensorEntry:
     end: int
 
 
-def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write ``tensors`` (any device, any layout, views included) to a safetensors file in one atomic step."""
     independent: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -54,7 +56,9 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapp
         seen.add(stored.data_ptr())
         independent[name] = stored
     notes = {"format": "pt", **(metadata or {})}
-    write_atomic(Path(path), lambda temporary: safetensors.torch.save_file(independent, temporary, notes))
+    write_atomic(
+        Path(path), lambda temporary: safetensors.torch.save_file(independent, temporary, notes)
+    )
 
 
 def load_tensors(path: str | Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
@@ -101,7 +105,9 @@ def read_header(path: str | Path) -> dict[str, TensorEntry]:
         _check_cover(header, size - 8 - length)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
-        raise ValueError(f"{path} has a damaged safetensors header (bytes 8 to {8 + length:,}): {reason}") from error
+        raise ValueError(
+            f"{path} has a damaged safetensors header (bytes 8 to {8 + length:,}): {reason}"
+        ) from error
     return header
 
 
@@ -141,7 +147,11 @@ def _check_cover(header: Mapping[str, TensorEntry], available: int) -> None:
     for name, entry in sorted(header.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:
             kind = "overlaps" if entry.begin < position else "leaves a gap after"
-            raise ValueError(f"tensor {name!r} at byte {entry.begin:,} {kind} what ends at byte {position:,}")
+            raise ValueError(
+                f"tensor {name!r} at byte {entry.begin:,} {kind} what ends at byte {position:,}"
+            )
         position = entry.end
     if position != available:
-        raise ValueError(f"the tensors take {position:,} bytes of data, the file holds {available:,}; it may be cut short")
+        raise ValueError(
+            f"the tensors take {position:,} bytes of data, the file holds {available:,}; it may be cut short"
+        )

@@ -30,16 +30,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="model folder or run folder (default: the small model that comes with dualflow)",
     )  # fmt: skip
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue; '' starts a new text")
+    prompt.add_argument(
+        "--prompt", metavar="TEXT", help="the text to continue; '' starts a new text"
+    )
     prompt.add_argument(
         "--prompt-file", metavar="FILE",
         help="read it from FILE (UTF-8), '-' for standard input; without either option, what is piped in is read",
     )  # fmt: skip
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens at most (default: 128)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default: 0.8)"
+        "--max-tokens", type=int, default=128, metavar="N", help="new tokens at most (default: 128)"
     )
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (default: 0, all)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 takes the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="keep the K likeliest tokens (default: 0, all)",
+    )
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P",
         help="keep the fewest tokens that together reach probability P (default: 1, all)",
@@ -48,17 +62,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--min-p", type=float, default=0.0, metavar="P",
         help="keep tokens at least P times as likely as the likeliest (default: 0, all)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text (default: a new one each time)")
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be given several times"
+        "--seed", type=int, metavar="N", help="same seed, same text (default: a new one each time)"
     )
     parser.add_argument(
-        "--aux", choices=("on", "off"), default="on", help="run the auxiliary flow from the last prompt token on (default: on)"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before TEXT; may be given several times",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="number format (default: as stored)")
-    parser.add_argument("--echo", action="store_true", help="write the prompt before its continuation")
-    parser.add_argument("--json", action="store_true", help="write one JSON object with text, tokens and figures")
+    parser.add_argument(
+        "--aux",
+        choices=("on", "off"),
+        default="on",
+        help="run the auxiliary flow from the last prompt token on (default: on)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="number format (default: as stored)"
+    )
+    parser.add_argument(
+        "--echo", action="store_true", help="write the prompt before its continuation"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="write one JSON object with text, tokens and figures"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,7 +128,11 @@ def _params(args: argparse.Namespace, stop_ids: frozenset[int]) -> "GenerationPa
     from dualflow.model.sampling import SamplingParams
 
     sampling = SamplingParams(
-        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
     )
     return GenerationParams(
         max_tokens=args.max_tokens, sampling=sampling, stop_ids=stop_ids, aux=args.aux
@@ -121,7 +156,9 @@ def _prompt(args: argparse.Namespace) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt from {source} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from error
+        raise ValueError(
+            f"the prompt from {source} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}"
+        ) from error
 
 
 def _piped() -> bool:
@@ -145,7 +182,9 @@ def _model_folder(name: str | None) -> Iterator[Path]:
 
     shipped = resources.files("dualflow") / "assets" / "tiny"
     if not shipped.is_dir():
-        raise ValueError("this installation has no built-in model; name the MODEL or run folder to use")
+        raise ValueError(
+            "this installation has no built-in model; name the MODEL or run folder to use"
+        )
     with resources.as_file(shipped) as folder:
         yield folder
 
@@ -154,7 +193,11 @@ def _device(name: str) -> str:
     """The device to run on. Raises ``ValueError`` where it is asked for and not there."""
     import torch
 
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if name == "auto":
         return next(device for device, usable in there.items() if usable)
     if not there[name]:
@@ -200,7 +243,9 @@ def _figures_line(end: "FinishEvent") -> str:
     return " | ".join(parts)
 
 
-def _write_json(prompt: str, prompt_ids: list[int], events: "list[TokenEvent | FinishEvent]") -> None:
+def _write_json(
+    prompt: str, prompt_ids: list[int], events: "list[TokenEvent | FinishEvent]"
+) -> None:
     import dataclasses
     import json
 

@@ -34,10 +34,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="override one field, such as optimizer.lr=1e-3; repeatable",
     )
     parser.add_argument(
-        "--runs", default=None, metavar="DIR", help="folder the run's folder goes into (default: runs)"
+        "--runs",
+        default=None,
+        metavar="DIR",
+        help="folder the run's folder goes into (default: runs)",
     )
     parser.add_argument(
-        "--resume", metavar="RUN", help="continue the run in this folder, exactly as it would have gone on"
+        "--resume",
+        metavar="RUN",
+        help="continue the run in this folder, exactly as it would have gone on",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run of the same name")
     parser.add_argument(

@@ -30,8 +30,14 @@ class TokenTexts:
 
 
 def _tokens(table: dict[str, Any]) -> dict[int, str]:
-    vocab = table["model"]["vocab"]  # a list of [token, score] in a Unigram model, a table in all others
-    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
+    vocab = table["model"][
+        "vocab"
+    ]  # a list of [token, score] in a Unigram model, a table in all others
+    pairs = (
+        vocab.items()
+        if isinstance(vocab, dict)
+        else ((entry[0], i) for i, entry in enumerate(vocab))
+    )
     added = ((token["content"], token["id"]) for token in table.get("added_tokens", ()))
     return {number: token for token, number in (*pairs, *added)}
 
@@ -54,11 +60,15 @@ class StreamDetokenizer:
         ValueError: an empty stop string.
     """
 
-    def __init__(self, texts: TokenTexts, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
+    def __init__(
+        self, texts: TokenTexts, stop: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
         self._stops = _StopStrings(stop)
         self._special = texts.tokenizer.special_ids
         before = [token_id for token_id in context if token_id not in self._special]
-        self._decoder: _Decoder = _ByteLevelDecoder(texts) if texts.byte_level else _WindowDecoder(texts, before)
+        self._decoder: _Decoder = (
+            _ByteLevelDecoder(texts) if texts.byte_level else _WindowDecoder(texts, before)
+        )
         self._finished = False
 
     @property
@@ -69,7 +79,9 @@ class StreamDetokenizer:
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` makes certain; often "". After a stop string always ""."""
         if self._finished:
-            raise ValueError("push after finish: this text has ended; a new text needs a new StreamDetokenizer")
+            raise ValueError(
+                "push after finish: this text has ended; a new text needs a new StreamDetokenizer"
+            )
         if token_id in self._special:
             return ""
         return self._stops.push(self._decoder.push(token_id))
@@ -121,7 +133,9 @@ def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins: printable Latin-1 characters are themselves, the rest follow from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTES = _byte_alphabet()
@@ -180,7 +194,9 @@ class _StopStrings:
             raise ValueError(f"stop is the text {stops!r}; expected a list of texts")
         for index, stop in enumerate(stops):
             if not isinstance(stop, str) or not stop:
-                raise ValueError(f"stop[{index}] is {stop!r}; expected a text of at least one character")
+                raise ValueError(
+                    f"stop[{index}] is {stop!r}; expected a text of at least one character"
+                )
         self.found: str | None = None
         self._stops = tuple(dict.fromkeys(stops))
         self._borders = [_borders(stop) for stop in self._stops]

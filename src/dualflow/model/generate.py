@@ -38,8 +38,12 @@ class GenerationParams:
     aux: AuxMode = "on"
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and (type(self.max_tokens) is not int or self.max_tokens < 1):
-            raise ValueError(f"max_tokens is {self.max_tokens!r}; expected a whole number from 1 up")
+        if self.max_tokens is not None and (
+            type(self.max_tokens) is not int or self.max_tokens < 1
+        ):
+            raise ValueError(
+                f"max_tokens is {self.max_tokens!r}; expected a whole number from 1 up"
+            )
         if self.aux not in ("on", "off"):
             raise ValueError(f"aux is {self.aux!r}; expected 'on' or 'off'")
 
@@ -130,11 +134,17 @@ def generate(
     params = params or GenerationParams()
     c = model.config
     if not prompt_ids:
-        raise ValueError("the prompt has no tokens; start an empty text from the tokenizer's end-of-text id")
+        raise ValueError(
+            "the prompt has no tokens; start an empty text from the tokenizer's end-of-text id"
+        )
     if len(prompt_ids) > c.max_position:
-        raise ValueError(f"the prompt has {len(prompt_ids):,} tokens, but the model has {c.max_position:,} positions")
+        raise ValueError(
+            f"the prompt has {len(prompt_ids):,} tokens, but the model has {c.max_position:,} positions"
+        )
     if wrong := [i for i in prompt_ids if not 0 <= i < c.num_real_tokens]:
-        raise ValueError(f"the prompt has token id {wrong[0]}, but the vocabulary ends at {c.num_real_tokens - 1}")
+        raise ValueError(
+            f"the prompt has token id {wrong[0]}, but the vocabulary ends at {c.num_real_tokens - 1}"
+        )
     if params.aux == "off":
         model.require_primary_readout()
     return _events(model, list(prompt_ids), params, detokenizer)
@@ -152,7 +162,10 @@ def aux_off_warning(metrics: dict[str, object]) -> str | None:
 
 
 def _events(
-    model: CausalLM, prompt_ids: list[int], params: GenerationParams, detokenizer: Detokenizer | None
+    model: CausalLM,
+    prompt_ids: list[int],
+    params: GenerationParams,
+    detokenizer: Detokenizer | None,
 ) -> Iterator[TokenEvent | FinishEvent]:
     room = model.config.max_position - len(prompt_ids) + 1
     limit = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -198,7 +211,9 @@ class _Sequence:
     def advance(self, ids: list[int]) -> ReadoutLogProbs:
         """Append ``ids`` and return the distributions [1, V] of what follows the last of them."""
         tokens_T = torch.tensor(ids, device=self._device)
-        positions_T = torch.arange(self.cache.length, self.cache.length + len(ids), device=self._device)
+        positions_T = torch.arange(
+            self.cache.length, self.cache.length + len(ids), device=self._device
+        )
         pins_A = positions_T.new_tensor([len(ids) - 1]) if self._aux == "on" else None
         out = self._model.step(tokens_T, positions_T, self.cache.writers(), pins_A)
         if out.aux_FAD is not None and len(out.aux_FAD):

@@ -8,6 +8,8 @@ own position included u1 = act(Wg m1) * (Wu m1)                  u2 = act(Wg m2)
 y1 = Wd u1;  h1 += y1                      y2 = Wd u2 + c * y1;  h2 += y2
 """
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from dualflow.model.couplings import couple, per_flow, project
@@ -79,28 +81,26 @@ class Layer(nn.Module):
         """One layer over all rows. Returns the new state and the primary's intermediates (q1,
         u1, y1), each [T, ...].
         """
-        n_RD = per_flow(h_RD, rows, self.input_layernorm, owned(self.aux, "input_layernorm"))
-        q_RX = project(n_RD, rows, self.self_attn.q_proj, owned(self.aux, "q_proj"))
-        q1_TX = rows.primary(q_RX)
-        q_RX = couple(q_RX, rows, owned(self.aux, "query_coupling"), kept and kept.query)
-        o_RX = self._attend(q_RX, n_RD, rows, kv, rotary)
-        h_RD = h_RD + project(o_RX, rows, self.self_attn.o_proj, owned(self.aux, "o_proj"))
+        own = partial(owned, self.aux)
+        attention, mlp = self.self_attn, self.mlp
 
-        m_RD = per_flow(
-            h_RD, rows, self.post_attention_layernorm, owned(self.aux, "post_attention_layernorm")
-        )
-        gate, up, down = self.mlp.gate_proj, self.mlp.up_proj, self.mlp.down_proj
-        g_RF = None if gate is None else project(m_RD, rows, gate, owned(self.aux, "gate_proj"))
-        u_RF = mlp_intermediate(
-            self.mlp_kind, g_RF, project(m_RD, rows, up, owned(self.aux, "up_proj"))
-        )
+        n_RD = per_flow(h_RD, rows, self.input_layernorm, own("input_layernorm"))
+        q_RX = project(n_RD, rows, attention.q_proj, own("q_proj"))
+        q1_TX = rows.primary(q_RX)
+        q_RX = couple(q_RX, rows, own("query_coupling"), kept and kept.query)
+        o_RX = self._attend(q_RX, n_RD, rows, kv, rotary)
+        h_RD = h_RD + project(o_RX, rows, attention.o_proj, own("o_proj"))
+
+        norm = self.post_attention_layernorm
+        m_RD = per_flow(h_RD, rows, norm, own("post_attention_layernorm"))
+        g_RF = mlp.gate_proj and project(m_RD, rows, mlp.gate_proj, own("gate_proj"))
+        u_RF = project(m_RD, rows, mlp.up_proj, own("up_proj"))
+        u_RF = mlp_intermediate(self.mlp_kind, g_RF, u_RF)
         u1_TF = rows.primary(u_RF)
-        u_RF = couple(
-            u_RF, rows, owned(self.aux, "intermediate_coupling"), kept and kept.intermediate
-        )
-        y_RD = project(u_RF, rows, down, owned(self.aux, "down_proj"))
+        u_RF = couple(u_RF, rows, own("intermediate_coupling"), kept and kept.intermediate)
+        y_RD = project(u_RF, rows, mlp.down_proj, own("down_proj"))
         y1_TD = rows.primary(y_RD)
-        y_RD = couple(y_RD, rows, owned(self.aux, "output_coupling"), kept and kept.output)
+        y_RD = couple(y_RD, rows, own("output_coupling"), kept and kept.output)
         return h_RD + y_RD, Kept(q1_TX, u1_TF, y1_TD)
 
     def _attend(

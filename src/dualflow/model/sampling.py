@@ -32,7 +32,9 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, "a finite number from 0 (greedy) up", 0.0, math.inf)
+        _require_number(
+            "temperature", self.temperature, "a finite number from 0 (greedy) up", 0.0, math.inf
+        )
         _require_number("top_p", self.top_p, "above 0 and at most 1", 0.0, 1.0, zero=False)
         _require_number("min_p", self.min_p, "from 0 to 1", 0.0, 1.0)
         _require_integer("top_k", self.top_k, "a whole number from 0 (off) up", 2**63)
@@ -76,7 +78,9 @@ def shape_log_probs(log_probs_V: Tensor, params: SamplingParams) -> Tensor:
     scores_V = log_probs_V.detach().cpu().double()
     top = scores_V.max()
     if not bool(top.isfinite()):
-        raise ValueError("the model's probabilities are not numbers (NaN); its weights are damaged or overflow this dtype")
+        raise ValueError(
+            "the model's probabilities are not numbers (NaN); its weights are damaged or overflow this dtype"
+        )
     # Measured from the maximum, so that a tiny temperature cannot push every score to -inf.
     scores_V = scores_V - top
     if params.greedy:
@@ -117,8 +121,12 @@ def _keep(scores_V: Tensor, kept_V: Tensor) -> Tensor:
     return scores_V.masked_fill(~kept_V, -math.inf)
 
 
-def _require_number(name: str, value: float, expected: str, low: float, high: float, zero: bool = True) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _require_number(
+    name: str, value: float, expected: str, low: float, high: float, zero: bool = True
+) -> None:
+    number = (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    )
     if not number or not low <= value <= high or (value == 0 and not zero):
         raise ValueError(f"{name} is {value!r}; expected {expected}")
 

@@ -14,7 +14,14 @@ from dualflow.train.config import (
 if TYPE_CHECKING:
     from dualflow.train.display import Style
 
-__all__ = ["OptimizerConfig", "RunConfig", "ScheduleConfig", "TrainConfig", "read_run_config", "train"]
+__all__ = [
+    "OptimizerConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "read_run_config",
+    "train",
+]
 
 
 def train(

@@ -79,7 +79,9 @@ def save_checkpoint(
         return None
     folder = checkpoints / f"step-{progress.step:08d}"
     with atomic_folder(folder, replaceable=is_model_folder) as temporary:
-        write_model(model, temporary, tokenizer_json=tokenizer_json, metrics=losses_of(progress.validation))
+        write_model(
+            model, temporary, tokenizer_json=tokenizer_json, metrics=losses_of(progress.validation)
+        )
         save_tensors(temporary / "trainer.safetensors", tensors)
         header = {
             "format_version": FORMAT_VERSION,
@@ -89,7 +91,9 @@ def save_checkpoint(
             "config": config.identity(),
         }
         write_json(temporary / "trainer.json", header)
-    write_atomic(checkpoints / "latest", lambda path: path.write_text(folder.name + "\n", encoding="utf-8"))
+    write_atomic(
+        checkpoints / "latest", lambda path: path.write_text(folder.name + "\n", encoding="utf-8")
+    )
     _prune(checkpoints, config.train.keep_last, newest=folder)
     return folder
 
@@ -115,7 +119,9 @@ def read_checkpoint(folder: Path, config: RunConfig) -> TrainerState:
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
         if header["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format_version is {header['format_version']}; this dualflow reads {FORMAT_VERSION}")
+            raise ValueError(
+                f"format_version is {header['format_version']}; this dualflow reads {FORMAT_VERSION}"
+            )
         progress = Progress(
             step=header["step"],
             tokens=header["tokens"],
@@ -123,9 +129,13 @@ def read_checkpoint(folder: Path, config: RunConfig) -> TrainerState:
             validation=header["validation"],
         )
         tensors = load_tensors(folder / "trainer.safetensors")
-        state = TrainerState(progress, header["loader"], header["config"], header["fingerprint"], tensors)
+        state = TrainerState(
+            progress, header["loader"], header["config"], header["fingerprint"], tensors
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path.parent} is not a checkpoint that can be resumed: {error}") from error
+        raise ValueError(
+            f"{path.parent} is not a checkpoint that can be resumed: {error}"
+        ) from error
     _check_identity(folder, state, config)
     return state
 
@@ -155,7 +165,13 @@ def random_state(parallel: Parallel) -> dict[str, Tensor]:
 
 def losses_of(validation: Mapping[str, Any] | None) -> dict[str, Any]:
     """A validation record under the names of model folders and results; None where nothing was validated yet."""
-    names = {"val_loss": "loss", "val_loss_p": "loss_p", "val_loss_q": "loss_q", "step": "step", "tokens": "tokens"}
+    names = {
+        "val_loss": "loss",
+        "val_loss_p": "loss_p",
+        "val_loss_q": "loss_q",
+        "step": "step",
+        "tokens": "tokens",
+    }
     return {name: None if validation is None else validation[key] for name, key in names.items()}
 
 
@@ -175,7 +191,11 @@ def _check_identity(folder: Path, state: TrainerState, config: RunConfig) -> Non
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def _steps(checkpoints: Path) -> list[Path]:

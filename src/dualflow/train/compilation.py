@@ -26,7 +26,10 @@ def compile_loss(
         return loss, "eager (train.compile is off)"
     compiler = find_cpp_compiler()
     if compiler is None and mode == "auto":
-        return loss, "eager: no working C++ compiler was found (install g++ or clang++ for a much faster run)"
+        return (
+            loss,
+            "eager: no working C++ compiler was found (install g++ or clang++ for a much faster run)",
+        )
     compiled = torch.compile(loss, dynamic=False)
     try:
         trial(compiled)
@@ -57,7 +60,11 @@ def _works(compiler: str) -> bool:
         output = ["/Feprobe.exe"] if Path(compiler).stem == "cl" else ["-o", "probe"]
         try:
             done = subprocess.run(
-                [compiler, str(source), *output], cwd=folder, capture_output=True, timeout=60, check=False
+                [compiler, str(source), *output],
+                cwd=folder,
+                capture_output=True,
+                timeout=60,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired):
             return False

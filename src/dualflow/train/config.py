@@ -67,7 +67,10 @@ class OptimizerConfig:
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas is {list(self.betas)}; expected two numbers within [0, 1)",
         )
-        _require(0 <= self.muon_momentum < 1, f"muon_momentum is {self.muon_momentum}; expected within [0, 1)")
+        _require(
+            0 <= self.muon_momentum < 1,
+            f"muon_momentum is {self.muon_momentum}; expected within [0, 1)",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,10 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, 0, "warmup_steps")
         for name in ("decay_fraction", "min_lr_ratio"):
-            _require(0 <= getattr(self, name) <= 1, f"{name} is {getattr(self, name)}; expected within [0, 1]")
+            _require(
+                0 <= getattr(self, name) <= 1,
+                f"{name} is {getattr(self, name)}; expected within [0, 1]",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +136,9 @@ class TrainConfig:
     wandb_project: str | None = None
 
     def __post_init__(self) -> None:
-        _require_at_least(self, 1, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_batches")
+        _require_at_least(
+            self, 1, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_batches"
+        )
         _require_at_least(self, 1, "checkpoint_every", "keep_last", "log_every", "threads")
         _require(
             re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None,
@@ -177,7 +185,14 @@ class RunConfig:
 
 
 _FREE_TRAIN_FIELDS = frozenset(
-    {"micro_batch_size", "compile", "activation_checkpointing", "eval_every", "eval_batches", "checkpoint_every"}
+    {
+        "micro_batch_size",
+        "compile",
+        "activation_checkpointing",
+        "eval_every",
+        "eval_batches",
+        "checkpoint_every",
+    }
     | {"keep_last", "log_every", "device", "threads", "tensorboard", "wandb_project"}
 )
 
@@ -199,7 +214,11 @@ def read_run_config(path: str | Path, base: RunConfig | None = None) -> RunConfi
             raise ConfigError(f"model.preset: {error}") from error
         table["model"] = configuration.to_dict(configuration.merge(chosen, changes))
     table.setdefault("name", base.name if base else path.stem)
-    return configuration.from_dict(RunConfig, table) if base is None else configuration.merge(base, table)
+    return (
+        configuration.from_dict(RunConfig, table)
+        if base is None
+        else configuration.merge(base, table)
+    )
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:

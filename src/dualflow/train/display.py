@@ -86,7 +86,9 @@ class Live:
         self._remaining: Remaining | None = None
         self._figures: dict[str, str] = {}
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-        self._progress = Progress(*columns, TextColumn("{task.fields[figures]}"), console=Console(stderr=True))
+        self._progress = Progress(
+            *columns, TextColumn("{task.fields[figures]}"), console=Console(stderr=True)
+        )
         self._task: TaskID | None = None
 
     def note(self, text: str) -> None:
@@ -94,14 +96,18 @@ class Live:
 
     def begin(self, step: int, total_steps: int) -> None:
         self._remaining = Remaining(step, total_steps)
-        self._task = self._progress.add_task(self._name, total=total_steps, completed=step, figures="")
+        self._task = self._progress.add_task(
+            self._name, total=total_steps, completed=step, figures=""
+        )
         self._progress.start()
 
     def update(self, record: Record) -> None:
         assert self._remaining is not None and self._task is not None
         self._figures[record["kind"]] = describe(record)
         self._figures["left"] = self._remaining.text(record["step"])
-        shown = [self._figures[key] for key in ("train", "validation", "left") if self._figures.get(key)]
+        shown = [
+            self._figures[key] for key in ("train", "validation", "left") if self._figures.get(key)
+        ]
         self._progress.update(self._task, completed=record["step"], figures=" · ".join(shown))
 
     def close(self) -> None:
@@ -129,7 +135,11 @@ def describe(record: Record) -> str:
     """The figures of a record for people: ``loss 2.5013, lr factor ...``."""
     if record["kind"] == "validation":
         parts = [f"validation loss {_number(record['loss'])}"]
-        parts += [f"{name} {_number(record[f'loss_{name}'])}" for name in "pq" if record.get(f"loss_{name}") is not None]
+        parts += [
+            f"{name} {_number(record[f'loss_{name}'])}"
+            for name in "pq"
+            if record.get(f"loss_{name}") is not None
+        ]
         return ", ".join(parts)
     return f"loss {_number(record['loss'])}, lr {record['lr']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
 

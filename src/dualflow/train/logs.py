@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from dualflow.config import to_dict
 from dualflow.extras import find_extra, require_extra
 from dualflow.train.config import RunConfig
 
@@ -56,12 +57,15 @@ class WeightsAndBiases:
     """A run of the project in Weights & Biases; resuming a run continues it there under the same id."""
 
     def __init__(self, project: str, config: RunConfig, folder: Path) -> None:
-        from dualflow.config import to_dict
-
-        wandb = require_extra("wandb", "train", "logging to Weights & Biases (train.wandb_project)")
+        wandb = require_extra("wandb", "wandb", "logging to Weights & Biases (train.wandb_project)")
         identifier = f"{config.name}-{config.fingerprint()[:8]}"
         self._run = wandb.init(
-            project=project, name=config.name, id=identifier, resume="allow", config=to_dict(config), dir=str(folder)
+            project=project,
+            name=config.name,
+            id=identifier,
+            resume="allow",
+            config=to_dict(config),
+            dir=str(folder),
         )
 
     def write(self, record: Record) -> None:
@@ -75,7 +79,11 @@ def numbers(record: Record) -> dict[str, float]:
     """The measured values of a record as ``{"train/loss": 2.5, ...}``, those that are None left out."""
     kind = record["kind"]
     skip = ("kind", "step")
-    return {f"{kind}/{key}": value for key, value in record.items() if key not in skip and value is not None}
+    return {
+        f"{kind}/{key}": value
+        for key, value in record.items()
+        if key not in skip and value is not None
+    }
 
 
 def open_sinks(config: RunConfig, folder: Path, metrics: Path, step: int) -> list[Sink]:

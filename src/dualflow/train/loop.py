@@ -89,7 +89,11 @@ def _step(run: Run) -> StepReport:
             parallel=run.parallel,
         )
     except NonFiniteError as error:
-        kept = f"the checkpoint of step {run.saved_step} is kept" if run.saved_step else "no checkpoint was saved yet"
+        kept = (
+            f"the checkpoint of step {run.saved_step} is kept"
+            if run.saved_step
+            else "no checkpoint was saved yet"
+        )
         raise NonFiniteError(f"{error}; {kept}") from error
     seconds = time.perf_counter() - begun
     state.step += 1
@@ -192,7 +196,9 @@ def _finish(run: Run) -> dict[str, Any]:
     }
     if run.parallel.is_main:
         metrics = losses if state.validation else None
-        save_model(run.model, run.folder.model, tokenizer_json=run.data.tokenizer_json, metrics=metrics)
+        save_model(
+            run.model, run.folder.model, tokenizer_json=run.data.tokenizer_json, metrics=metrics
+        )
         write_json(run.folder.result, result)
     run.parallel.barrier()
     return result

@@ -17,9 +17,17 @@ _KEPT_BYTES = 1 << 30
 def choose_device(wanted: str) -> torch.device:
     """The device of this rank: ``auto`` prefers CUDA, then Apple's GPU, then the CPU. Raises ``ValueError``."""
     if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        wanted = (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
     if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"train.device is {wanted!r}, but PyTorch sees no CUDA device; use auto or cpu")
+        raise ValueError(
+            f"train.device is {wanted!r}, but PyTorch sees no CUDA device; use auto or cpu"
+        )
     if wanted == "mps" and not torch.backends.mps.is_available():
         raise ValueError("train.device is 'mps', but PyTorch sees no Apple GPU; use auto or cpu")
     device = torch.device(wanted)

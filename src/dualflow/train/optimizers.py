@@ -63,9 +63,15 @@ def assign_groups(model: nn.Module, config: OptimizerConfig) -> list[ParameterGr
 
 def _settings(name: str, parameters: tuple[str, ...], config: OptimizerConfig) -> ParameterGroup:
     if name == "hidden" and config.kind == "muon":
-        decay = config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
+        decay = (
+            config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
+        )
         return ParameterGroup(name, "muon", config.muon_lr, decay, parameters)
-    lr = config.embedding_lr if name == "embeddings" and config.embedding_lr is not None else config.lr
+    lr = (
+        config.embedding_lr
+        if name == "embeddings" and config.embedding_lr is not None
+        else config.lr
+    )
     decay = config.weight_decay if name in ("hidden", "matrices") else 0.0
     return ParameterGroup(name, "adamw", lr, decay, parameters)
 
@@ -73,7 +79,9 @@ def _settings(name: str, parameters: tuple[str, ...], config: OptimizerConfig) -
 class Optimizers:
     """Muon and AdamW stepping together over the groups of one model, with their state by parameter name."""
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, groups: list[ParameterGroup] | None = None):
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, groups: list[ParameterGroup] | None = None
+    ):
         """groups: None takes ``assign_groups``. Raises ``ValueError`` unless they cover what is trainable once."""
         self.groups = assign_groups(model, config) if groups is None else groups
         self.parameters = _trainable(model)
@@ -86,7 +94,12 @@ class Optimizers:
 
     def _torch_group(self, group: ParameterGroup) -> dict[str, Any]:
         parameters = [self.parameters[name] for name in group.parameters]
-        return {"params": parameters, "lr": group.lr, "weight_decay": group.weight_decay, "peak_lr": group.lr}
+        return {
+            "params": parameters,
+            "lr": group.lr,
+            "weight_decay": group.weight_decay,
+            "peak_lr": group.lr,
+        }
 
     def set_factor(self, factor: float) -> None:
         """Set every group's learning rate to its peak times the schedule's ``factor``."""
@@ -146,7 +159,9 @@ class Optimizers:
                 }
         if states:
             left = ", ".join(f"{kind}/{name}" for kind, name in sorted(states)[:5])
-            raise ValueError(f"optimizer state of parameters this run does not train that way: {left}")
+            raise ValueError(
+                f"optimizer state of parameters this run does not train that way: {left}"
+            )
 
     def table(self) -> str:
         """The groups with their settings and every parameter's name and shape (equal layers in one line), for the log of a run's start."""
@@ -172,7 +187,9 @@ def check_cover(groups: Iterable[ParameterGroup], trainable: Mapping[str, Any]) 
     for group in groups:
         for name in group.parameters:
             if name not in counts:
-                raise ValueError(f"group {group.name!r} holds {name}, which is frozen or not a parameter of the model")
+                raise ValueError(
+                    f"group {group.name!r} holds {name}, which is frozen or not a parameter of the model"
+                )
             counts[name] += 1
     if missing := [name for name, count in counts.items() if count == 0]:
         raise ValueError(f"in no optimizer group, so never updated: {', '.join(missing[:5])}")
@@ -182,7 +199,9 @@ def check_cover(groups: Iterable[ParameterGroup], trainable: Mapping[str, Any]) 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by name, each tensor once (a tied head goes by the embedding's name)."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def _build(

@@ -57,9 +57,13 @@ def claim(folder: RunFolder, *, resume: Resume, overwrite: bool) -> bool:
     Raises ``ValueError`` with what to do instead.
     """
     if resume and overwrite:
-        raise ValueError("resume and overwrite exclude each other: continue the run, or start it anew")
+        raise ValueError(
+            "resume and overwrite exclude each other: continue the run, or start it anew"
+        )
     if folder.is_taken() and not folder.is_run():
-        raise ValueError(f"{folder.path} exists and is not a run (no config.json); choose another name or folder")
+        raise ValueError(
+            f"{folder.path} exists and is not a run (no config.json); choose another name or folder"
+        )
     if resume and folder.is_run():
         return True
     if resume is True:
@@ -81,21 +85,23 @@ def _what_to_do(folder: RunFolder) -> str:
     )
 
 
-def write_records(folder: RunFolder, config: RunConfig, *, resumed: bool) -> None:
+def write_records(
+    folder: RunFolder, config: RunConfig, device: torch.device, ranks: int, *, resumed: bool
+) -> None:
     """Write config.json and environment.json; a new run clears what ``claim`` allowed it to replace, a resumed one adds
     its own entry to the environment."""
     if folder.is_run() and not resumed:
         shutil.rmtree(folder.path)
     folder.path.mkdir(parents=True, exist_ok=True)
     write_json(folder.config, configuration.to_dict(config))
-    now = environment(config)
+    now = environment(device, ranks)
     if resumed and folder.environment.exists():
         first = json.loads(folder.environment.read_text(encoding="utf-8"))
         now = {**first, "resumed": [*first.get("resumed", []), now]}
     write_json(folder.environment, now)
 
 
-def environment(config: RunConfig) -> dict[str, Any]:
+def environment(device: torch.device, ranks: int) -> dict[str, Any]:
     """What the run runs on and since when; no names of people or hosts and no paths."""
     return {
         "dualflow": dualflow.__version__,
@@ -104,7 +110,8 @@ def environment(config: RunConfig) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
-        "device": config.train.device,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "ranks": ranks,
         "commit": _commit(),
         "started": timestamp(),
     }
@@ -118,7 +125,9 @@ def timestamp() -> str:
 def truncate_metrics(path: Path, step: int) -> None:
     """Drop what was logged after ``step``, and a last line that was cut short: a resumed run writes them again."""
     if path.exists():
-        kept = "".join(json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step)
+        kept = "".join(
+            json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step
+        )
         write_atomic(path, lambda temporary: temporary.write_text(kept, encoding="utf-8"))
 
 
@@ -157,13 +166,19 @@ def _commit() -> str | None:
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return None
-    return commit + ("-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    return commit + (
+        "-dirty" if _git(root, "status", "--porcelain", "--untracked-files=no") else ""
+    )
 
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=False
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -16,11 +16,15 @@ def learning_rate_factor(step: int, total_steps: int, config: ScheduleConfig) ->
     ``effective_warmup``, and is ``min_lr_ratio`` at the last step. A run of one step has factor 1.
     """
     if not 0 <= step < total_steps:
-        raise ValueError(f"step {step} is outside a run of {total_steps} steps (0 .. {total_steps - 1})")
+        raise ValueError(
+            f"step {step} is outside a run of {total_steps} steps (0 .. {total_steps - 1})"
+        )
     warmup = effective_warmup(total_steps, config)
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    decay = total_steps - 1 - warmup if config.kind == "cosine" else _decay_steps(total_steps, config)
+    decay = (
+        total_steps - 1 - warmup if config.kind == "cosine" else _decay_steps(total_steps, config)
+    )
     since = step - (total_steps - 1 - decay)
     if since <= 0 or decay == 0:
         return 1.0

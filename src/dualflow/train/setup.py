@@ -76,7 +76,13 @@ class Run:
 
 
 def set_up(
-    config: RunConfig, folder: RunFolder, device: torch.device, parallel: Parallel, *, resumed: bool, note: Note
+    config: RunConfig,
+    folder: RunFolder,
+    device: torch.device,
+    parallel: Parallel,
+    *,
+    resumed: bool,
+    note: Note,
 ) -> Run:
     """Prepare data, build or restore model, optimizers and loader, and write the run's records.
 
@@ -94,7 +100,9 @@ def set_up(
     micro_batch_size = _micro_batch_size(config, parallel)
     autocast = autocast_for(config.train.precision, device)
     loss_function, how = compile_loss(
-        model.loss, config.train.compile, lambda loss: _trial(loss, config, micro_batch_size, device, autocast)
+        model.loss,
+        config.train.compile,
+        lambda loss: _trial(loss, config, micro_batch_size, device, autocast),
     )
     optimizers.zero_grad()
     total_steps = config.train.steps
@@ -108,7 +116,7 @@ def set_up(
     progress = state.progress if state else Progress()
     sinks: Sequence[Sink] = ()
     if parallel.is_main:
-        write_records(folder, config, resumed=resumed)
+        write_records(folder, config, device, parallel.world_size, resumed=resumed)
         truncate_metrics(folder.metrics, progress.step)
         sinks = open_sinks(config, folder.path, folder.metrics, progress.step)
     return Run(

@@ -91,7 +91,9 @@ def optimizer_step(
     counted = int(parallel.sum_((batch.targets_BS >= 0).sum().to(parallel.device)))
     optimizers.zero_grad()
     sums = LossAccumulator()
-    for tokens_BS, targets_BS, document_ids_BS in micro_batches(batch, micro_batch_size, parallel.device):
+    for tokens_BS, targets_BS, document_ids_BS in micro_batches(
+        batch, micro_batch_size, parallel.device
+    ):
         with autocast():
             part = loss_function(tokens_BS, targets_BS, document_ids_BS)
         (part.total / max(counted, 1)).backward()
@@ -103,7 +105,9 @@ def optimizer_step(
     parallel.sum_gradients(gradients)
     grad_norm = _clip(optimizers, grad_clip)
     if not math.isfinite(grad_norm):
-        raise NonFiniteError(f"step {step}: the gradient is not finite in {_non_finite(optimizers)}; {_ADVICE}")
+        raise NonFiniteError(
+            f"step {step}: the gradient is not finite in {_non_finite(optimizers)}; {_ADVICE}"
+        )
     optimizers.step()
     return StepReport(loss, grad_norm)
 
@@ -122,7 +126,12 @@ class LossAccumulator:
         """Take in the sums of one micro-batch."""
         zero = torch.zeros_like(part.r)
         self._has_p, self._has_q = part.p is not None, part.q is not None
-        values = (part.r, zero if part.p is None else part.p, zero if part.q is None else part.q, part.count)
+        values = (
+            part.r,
+            zero if part.p is None else part.p,
+            zero if part.q is None else part.q,
+            part.count,
+        )
         self._sums.append(torch.stack([value.detach().float() for value in values]))
 
     def mean(self, parallel: Parallel) -> MeanLoss:
@@ -130,7 +139,12 @@ class LossAccumulator:
         r, p, q, count = self._total(parallel)
         if count == 0:
             return MeanLoss(None, None, None, 0)
-        return MeanLoss(r / count, p / count if self._has_p else None, q / count if self._has_q else None, int(count))
+        return MeanLoss(
+            r / count,
+            p / count if self._has_p else None,
+            q / count if self._has_q else None,
+            int(count),
+        )
 
     def _total(self, parallel: Parallel) -> list[float]:
         own = torch.zeros(4, dtype=torch.float64)
@@ -163,4 +177,7 @@ def _non_finite(optimizers: Optimizers) -> str:
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
     ]
     # Finite gradients can still have a norm beyond float32.
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "its norm"
+    return (
+        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        or "its norm"
+    )

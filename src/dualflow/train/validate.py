@@ -8,7 +8,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualflow.train.parallel import Parallel
-from dualflow.train.step import IGNORED, Autocast, Batch, LossAccumulator, LossFunction, MeanLoss, micro_batches
+from dualflow.train.step import (
+    IGNORED,
+    Autocast,
+    Batch,
+    LossAccumulator,
+    LossFunction,
+    MeanLoss,
+    micro_batches,
+)
 
 
 def validation_loss(

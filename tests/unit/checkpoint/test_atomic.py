@@ -126,7 +126,9 @@ while True:
 def test_a_killed_writer_leaves_a_whole_folder(tmp_path):
     target = tmp_path / "model"
     for delay in (0.002, 0.011):
-        writer = subprocess.Popen([sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(target)], stdout=subprocess.PIPE
+        )
         assert writer.stdout is not None
         writer.stdout.readline()
         time.sleep(delay)

@@ -138,7 +138,9 @@ def test_values_too_large_for_the_format_asked_for_are_refused(tmp_path):
         model.model.norm.weight[1] = math.inf
     save_model(model, tmp_path / "model")
     assert load_model(tmp_path / "model", dtype=torch.bfloat16).model.norm.weight[0] == 99840
-    with pytest.raises(ValueError, match=r"model\.norm\.weight: 1 of 16 values are too large.*1e\+05"):
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight: 1 of 16 values are too large.*1e\+05"
+    ):
         load_model(tmp_path / "model", dtype=torch.float16)
 
 
@@ -179,7 +181,12 @@ def test_wrapped_models_are_saved_under_the_same_names(tmp_path):
     plain = build(CONFIGS["dual"])
     inner = build(CONFIGS["dual"])
     inner.model.layers[0] = torch.compile(inner.model.layers[0])  # type: ignore[call-overload]
-    forms = {"compiled": torch.compile(plain), "wrapped": Wrapped(plain), "both": torch.compile(Wrapped(plain)), "inner": inner}
+    forms = {
+        "compiled": torch.compile(plain),
+        "wrapped": Wrapped(plain),
+        "both": torch.compile(Wrapped(plain)),
+        "inner": inner,
+    }
     for name, form in forms.items():
         save_model(form, tmp_path / name)  # type: ignore[arg-type]
         assert_same(plain, load_model(tmp_path / name))
@@ -204,7 +211,9 @@ def test_missing_tensors_are_named(folder):
 
 
 def test_unexpected_tensors_are_named(folder):
-    rewrite(folder / "model.safetensors", lambda t: t.update({"model.extra.weight": torch.zeros(1)}))
+    rewrite(
+        folder / "model.safetensors", lambda t: t.update({"model.extra.weight": torch.zeros(1)})
+    )
     with pytest.raises(ValueError, match=r"model\.safetensors: unexpected model\.extra\.weight"):
         load_model(folder)
 
@@ -216,14 +225,21 @@ def test_a_tensor_in_the_wrong_file_is_unexpected(folder):
 
 
 def test_other_shapes_are_named_with_both(folder):
-    rewrite(folder / "model.safetensors", lambda t: t.update({"model.norm.weight": torch.zeros(8, 2)}))
+    rewrite(
+        folder / "model.safetensors", lambda t: t.update({"model.norm.weight": torch.zeros(8, 2)})
+    )
     with pytest.raises(ValueError, match=r"model\.norm\.weight \[8, 2\], expected \[16\]"):
         load_model(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str
+)
 def test_number_formats_that_are_no_weights_are_named(folder, dtype):
-    rewrite(folder / "model.safetensors", lambda t: t.update({"model.norm.weight": torch.zeros(16).to(dtype)}))
+    rewrite(
+        folder / "model.safetensors",
+        lambda t: t.update({"model.norm.weight": torch.zeros(16).to(dtype)}),
+    )
     with pytest.raises(ValueError, match=r"not one of .*F32.*model\.norm\.weight"):
         load_model(folder)
 
@@ -283,7 +299,10 @@ def test_a_config_that_lies_about_sizes_costs_nothing(folder, fields):
 
 def test_an_unknown_or_wrong_field_is_named(folder):
     edit_fields(folder, hidden_sise=3)
-    with pytest.raises(ValueError, match=r"config\.json: config\.hidden_sise: unknown key; did you mean 'hidden_size'"):
+    with pytest.raises(
+        ValueError,
+        match=r"config\.json: config\.hidden_sise: unknown key; did you mean 'hidden_size'",
+    ):
         load_model(folder)
 
 
@@ -322,7 +341,10 @@ def test_a_damaged_config_is_named(tmp_path, text):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ValueError, match="there is no folder .*nothing-here; supported: folders of model_type 'dualflow'"):
+    with pytest.raises(
+        ValueError,
+        match="there is no folder .*nothing-here; supported: folders of model_type 'dualflow'",
+    ):
         load_model(tmp_path / "nothing-here")
 
 
@@ -365,7 +387,10 @@ def test_pickled_weights_are_never_run(folder, tmp_path, name):
 
 def test_weights_that_are_missing_are_named(folder):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors is missing in .* \(it holds aux\.safetensors, config\.json"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.safetensors is missing in .* \(it holds aux\.safetensors, config\.json",
+    ):
         load_model(folder)
 
 
@@ -402,7 +427,9 @@ def test_a_run_folder_gives_its_final_model_else_its_newest_checkpoint(tmp_path)
     assert read_metrics(run) == {"val_loss": 3.0}
 
 
-@pytest.mark.parametrize("name", ["../../elsewhere", "/etc", "..", "", "a\x00b", "step-00000009", "a/b", "x" * 10_000])
+@pytest.mark.parametrize(
+    "name", ["../../elsewhere", "/etc", "..", "", "a\x00b", "step-00000009", "a/b", "x" * 10_000]
+)
 def test_the_pointer_to_the_newest_checkpoint_stays_inside_the_run(tmp_path, name):
     run = tmp_path / "run"
     save_model(build(BASE), tmp_path / "elsewhere")

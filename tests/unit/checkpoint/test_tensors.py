@@ -85,7 +85,10 @@ def test_a_header_tells_names_shapes_and_formats(tmp_path):
     path = tmp_path / "x.safetensors"
     save_tensors(path, {"a": torch.zeros(2, 3, dtype=torch.bfloat16), "b": torch.zeros(())})
     header = read_header(path)
-    assert {name: (e.dtype, e.shape) for name, e in header.items()} == {"a": ("BF16", (2, 3)), "b": ("F32", ())}
+    assert {name: (e.dtype, e.shape) for name, e in header.items()} == {
+        "a": ("BF16", (2, 3)),
+        "b": ("F32", ()),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +104,9 @@ def test_whatever_is_damaged_either_loads_or_is_a_value_error(whole, data):
     damaged = bytearray(content)
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(damaged[: data.draw(st.integers(0, len(damaged)))] if data.draw(st.booleans()) else damaged)
+    path.write_bytes(
+        damaged[: data.draw(st.integers(0, len(damaged)))] if data.draw(st.booleans()) else damaged
+    )
     try:
         load_tensors(path)
     except ValueError as error:

@@ -24,7 +24,9 @@ CONFIG = ModelConfig(
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("generate") / "model"
     metrics = {"val_loss": 2.0, "val_loss_p": 2.5, "val_loss_q": 2.2}
-    save_model(build_model(CONFIG), folder, tokenizer_json=bytes_tokenizer().to_json(), metrics=metrics)
+    save_model(
+        build_model(CONFIG), folder, tokenizer_json=bytes_tokenizer().to_json(), metrics=metrics
+    )
     return str(folder)
 
 
@@ -41,13 +43,17 @@ def test_text_goes_to_standard_output_and_figures_to_standard_error(capfd, model
     assert "3 prompt + 8 new tokens (length)" in err
     assert "auxiliary at 8 of 10 positions" in err
     assert generate(capfd, model, "--prompt", "def", "--max-tokens", "8", "--seed", "1")[1] == out
-    echoed = generate(capfd, model, "--prompt", "def", "--max-tokens", "8", "--seed", "1", "--echo")[1]
+    echoed = generate(
+        capfd, model, "--prompt", "def", "--max-tokens", "8", "--seed", "1", "--echo"
+    )[1]
     assert echoed == "def" + out
 
 
 def test_json_holds_text_tokens_and_figures(capfd, model):
     plain = generate(capfd, model, "--prompt", "x", "--max-tokens", "6", "--seed", "3")[1]
-    code, out, err = generate(capfd, model, "--prompt", "x", "--max-tokens", "6", "--seed", "3", "--json")
+    code, out, err = generate(
+        capfd, model, "--prompt", "x", "--max-tokens", "6", "--seed", "3", "--json"
+    )
     result = json.loads(out)
     assert (code, err) == (0, "")
     assert result["text"] + "\n" == plain
@@ -83,7 +89,11 @@ def test_the_prompt_may_come_from_a_file(capfd, model, tmp_path):
 
 
 def piped(model: str, text: bytes, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-c", "import sys; from dualflow.cli.main import main; sys.exit(main())"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from dualflow.cli.main import main; sys.exit(main())",
+    ]
     command += ["generate", model, "--device", "cpu", "--json", "--max-tokens", "1", *arguments]
     return subprocess.run(command, input=text, capture_output=True, check=False, timeout=60)
 
@@ -171,9 +181,24 @@ def test_an_interruption_ends_the_line_and_exits_with_130(tmp_path):
 
     slow = dataclasses.replace(CONFIG, max_position=200_000)
     save_model(build_model(slow), tmp_path / "m", tokenizer_json=bytes_tokenizer().to_json())
-    command = [sys.executable, "-c", "import sys; from dualflow.cli.main import main; sys.exit(main())"]
-    command += ["generate", str(tmp_path / "m"), "--prompt", "x", "--max-tokens", "199999", "--device", "cpu"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ))
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from dualflow.cli.main import main; sys.exit(main())",
+    ]
+    command += [
+        "generate",
+        str(tmp_path / "m"),
+        "--prompt",
+        "x",
+        "--max-tokens",
+        "199999",
+        "--device",
+        "cpu",
+    ]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=dict(os.environ)
+    )
     assert process.stdout is not None
     process.stdout.read(3)
     process.send_signal(signal.SIGINT)
@@ -185,7 +210,9 @@ def test_an_interruption_ends_the_line_and_exits_with_130(tmp_path):
 
 def test_without_a_model_the_one_in_the_package_is_used(capfd):
     shipped = Path(sys.modules["dualflow"].__file__ or "").parent / "assets" / "tiny"
-    code, out, err = generate(capfd, "--prompt", "def f(", "--max-tokens", "5", "--temperature", "0")
+    code, out, err = generate(
+        capfd, "--prompt", "def f(", "--max-tokens", "5", "--temperature", "0"
+    )
     if not shipped.is_dir():
         assert code == 2
         assert "no built-in model; name the MODEL" in err

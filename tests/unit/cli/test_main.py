@@ -169,8 +169,19 @@ def test_an_interruption_exits_130(verb, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = f"{sys.executable} -m dualflow doctor --json | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100)
+    code = """
+import sys, time, types
+from dualflow.cli import main as front
+def run(args):
+    time.sleep(0.3)
+    print("more than nobody wants to read")
+    return 0
+front.load_verb = lambda name: types.SimpleNamespace(
+    HELP="", EXAMPLES="x", configure=lambda parser: None, run=run)
+sys.exit(front.main(["train"]))
+"""
+    command = f"{sys.executable} -c '{code}' | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("141", "")
 
 

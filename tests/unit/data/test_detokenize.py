@@ -45,7 +45,14 @@ def test_a_character_completed_later_never_shows_as_a_replacement_sign(tokenizer
 
 
 def test_invalid_bytes_show_as_decoding_at_once_shows_them(tokenizer, texts):
-    for data in (b"\xff", b"a\x80b", b"\xe6\x97A", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xf0\x9f\x8c"):
+    for data in (
+        b"\xff",
+        b"a\x80b",
+        b"\xe6\x97A",
+        b"\xed\xa0\x80",
+        b"\xf4\x90\x80\x80",
+        b"\xf0\x9f\x8c",
+    ):
         ids = list(data)  # of the byte tokenizer, id = byte
         assert "".join(pieces(StreamDetokenizer(texts), ids)) == tokenizer.decode(ids)
 
@@ -61,7 +68,11 @@ def test_plain_tokens_added_to_a_byte_level_vocabulary_stand_for_themselves():
     backend.add_tokens(["日本", "<|x y|>"])
     tokenizer = Tokenizer(backend)
     ids = [i for name in ("日本", "<|x y|>") if (i := tokenizer.id_of(name)) is not None]
-    assert pieces(StreamDetokenizer(TokenTexts(tokenizer)), [0xE6, *ids])[1:] == ["\ufffd日本", "<|x y|>", ""]
+    assert pieces(StreamDetokenizer(TokenTexts(tokenizer)), [0xE6, *ids])[1:] == [
+        "\ufffd日本",
+        "<|x y|>",
+        "",
+    ]
 
 
 def test_a_stop_string_over_several_tokens_is_never_emitted(tokenizer, texts):
@@ -141,10 +152,23 @@ def test_a_finished_stream_takes_no_more_ids(texts):
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
     """As Llama 2 has it: words begin with a mark, unknown characters are byte tokens, the first space is dropped."""
-    names = ["</s>", "▁", "▁hello", "▁world", "ly", "!", *(f"<0x{byte:02X}>" for byte in range(256))]
+    names = [
+        "</s>",
+        "▁",
+        "▁hello",
+        "▁world",
+        "ly",
+        "!",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
     vocab = {name: i for i, name in enumerate(names)}
     backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="</s>"))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
     backend.add_special_tokens(["</s>"])
     return Tokenizer(backend)
@@ -161,7 +185,9 @@ def test_sentencepiece_keeps_the_space_between_prompt_and_text(sentencepiece):
     assert pieces(stream, new) == [" world", "ly", "!", ""]
 
 
-def test_sentencepiece_without_a_prompt_drops_the_first_space_as_decoding_at_once_does(sentencepiece):
+def test_sentencepiece_without_a_prompt_drops_the_first_space_as_decoding_at_once_does(
+    sentencepiece,
+):
     ids = ids_of(sentencepiece, "▁hello", "▁world", "▁hello") * 20
     got = "".join(pieces(StreamDetokenizer(TokenTexts(sentencepiece)), ids))
     assert got == sentencepiece.decode(ids)

@@ -41,13 +41,16 @@ CONFIGS: dict[str, ModelConfig] = {
 }  # fmt: skip
 PROMPT = [10, 200, 31, 5, 77]
 WITHOUT_P = ("dual_aux_only", "phd2")
+MODES = [(name, "on") for name in CONFIGS] + [(n, "off") for n in CONFIGS if n not in WITHOUT_P]
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> CausalLM:
     model = build_model(CONFIGS[name], seed=0, dtype=dtype)
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+            noise = torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64
+            )
             parameter.add_(0.3 * noise)
     return model
 
@@ -55,7 +58,9 @@ def build(name: str, dtype: torch.dtype = torch.float64) -> CausalLM:
 def run(model: CausalLM, prompt: list[int] | None = None, detokenizer: Any = None, **fields: Any):
     """Token events and the finish event."""
     fields.setdefault("sampling", SamplingParams(temperature=0))
-    *tokens, end = generate(model, PROMPT if prompt is None else prompt, GenerationParams(**fields), detokenizer)
+    *tokens, end = generate(
+        model, PROMPT if prompt is None else prompt, GenerationParams(**fields), detokenizer
+    )
     assert isinstance(end, FinishEvent)
     assert all(isinstance(token, TokenEvent) for token in tokens)
     return [token for token in tokens if isinstance(token, TokenEvent)], end
@@ -66,16 +71,17 @@ def from_scratch(model: CausalLM, ids: list[int], aux: str) -> ReadoutLogProbs:
     """The distributions after ``ids`` from one training-style forward: all rows, no cache."""
     tokens_T, positions_T = torch.tensor(ids), torch.arange(len(ids))
     kv = [BatchKV(1, len(ids)) for _ in range(model.config.num_layers)]
-    out = model.step(tokens_T, positions_T, kv, aux=AuxRows(tokens_T, positions_T) if aux == "on" else None)
-    return model.log_probs(out.primary_TD[-1:], None if out.aux_FAD is None else out.aux_FAD[:, -1:])
+    out = model.step(
+        tokens_T, positions_T, kv, aux=AuxRows(tokens_T, positions_T) if aux == "on" else None
+    )
+    return model.log_probs(
+        out.primary_TD[-1:], None if out.aux_FAD is None else out.aux_FAD[:, -1:]
+    )
 
 
-@pytest.mark.parametrize("aux", ["on", "off"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "aux"), MODES)
 @pytest.mark.parametrize("length", [1, 5, 17])
 def test_tokens_are_those_of_recomputing_the_whole_text_at_each_step(name, aux, length):
-    if aux == "off" and name in WITHOUT_P:
-        pytest.skip("there is no trained p")
     model = build(name)
     prompt = [(i * 37 + 11) % 259 for i in range(length)]
     tokens, _ = run(model, prompt, max_tokens=20, aux=aux)
@@ -95,7 +101,10 @@ def test_alpha_is_the_weight_of_p_in_r():
     for name in ("dual", "dual_two_flows", "two_softmax"):
         for token in run(build(name), max_tokens=8)[0]:
             assert token.alpha is not None and token.log_p is not None and token.log_q is not None
-            p, q, r = (torch.tensor(x, dtype=torch.float64).exp() for x in (token.log_p, token.log_q, token.log_r))
+            p, q, r = (
+                torch.tensor(x, dtype=torch.float64).exp()
+                for x in (token.log_p, token.log_q, token.log_r)
+            )
             # r was scaled up by the padding's share, which is the same for every token of a step.
             assert 0.5 <= token.alpha <= 1.0
             assert float(token.alpha * p + (1 - token.alpha) * q) <= float(r) + 1e-12
@@ -116,7 +125,8 @@ def test_the_auxiliary_changes_what_is_said_but_not_the_cache(monkeypatch):
     off, _ = run(model, max_tokens=1, aux="off")
     assert on[0].log_r != off[0].log_r
     assert on[0].log_p == pytest.approx(
-        float(from_scratch(model, PROMPT, "off").p[0, on[0].token_id]), abs=1e-9  # type: ignore[index]
+        float(from_scratch(model, PROMPT, "off").p[0, on[0].token_id]),
+        abs=1e-9,  # type: ignore[index]
     )
     for one, other in zip(caches[0].tensors(), caches[1].tensors(), strict=True):
         for ours, theirs in zip(one, other, strict=True):
@@ -168,10 +178,14 @@ def test_the_same_seed_gives_the_same_tokens_whatever_else_runs():
     sampled = {"max_tokens": 30, "sampling": SamplingParams(temperature=1.3, top_k=50, seed=11)}
     alone = [token.token_id for token in run(model, **sampled)[0]]
     one = generate(model, PROMPT, GenerationParams(**sampled))  # type: ignore[arg-type]
-    other = generate(model, PROMPT[:2], GenerationParams(max_tokens=30, sampling=SamplingParams(seed=12)))
+    other = generate(
+        model, PROMPT[:2], GenerationParams(max_tokens=30, sampling=SamplingParams(seed=12))
+    )
     mixed = [a.token_id for a, _ in zip(one, other, strict=True) if isinstance(a, TokenEvent)]
     assert mixed == alone
-    different = run(model, max_tokens=30, sampling=SamplingParams(temperature=1.3, top_k=50, seed=12))[0]
+    different = run(
+        model, max_tokens=30, sampling=SamplingParams(temperature=1.3, top_k=50, seed=12)
+    )[0]
     assert [token.token_id for token in different] != alone
 
 
@@ -200,14 +214,22 @@ def test_a_prompt_that_is_too_long_is_refused_with_both_numbers():
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "no tokens; start an empty text"), ([1, 259], "id 259.*ends at 258"), ([-1], "token id -1")],
+    [
+        ([], "no tokens; start an empty text"),
+        ([1, 259], "id 259.*ends at 258"),
+        ([-1], "token id -1"),
+    ],
 )
 def test_prompts_that_cannot_be_used_are_refused_at_the_call(prompt, message):
     with pytest.raises(ValueError, match=message):
         generate(build("dual"), prompt)
 
 
-@pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 1.5}, {"aux": "maybe"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 1.5}, {"aux": "maybe"}],
+    ids=str,
+)
 def test_parameters_out_of_range_are_refused_by_name(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         GenerationParams(**fields)
@@ -235,7 +257,9 @@ def say(monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
 def test_text_streams_in_whole_characters(monkeypatch, tokenizer):
     ids = tokenizer.encode(" Café 🌶日本語")
     say(monkeypatch, ids)
-    tokens, end = run(build("dual"), detokenizer=StreamDetokenizer(TokenTexts(tokenizer)), max_tokens=len(ids) - 1)
+    tokens, end = run(
+        build("dual"), detokenizer=StreamDetokenizer(TokenTexts(tokenizer)), max_tokens=len(ids) - 1
+    )
     text = "".join(event.text for event in (*tokens, end))
     assert text == tokenizer.decode(ids[:-1]) == " Café 🌶日本\ufffd"
     assert end.text == "\ufffd"
@@ -253,7 +277,10 @@ def test_a_stop_string_ends_the_text_even_at_the_last_token(monkeypatch, tokeniz
 
 def test_a_stop_id_ends_the_text_and_shows_nothing(monkeypatch, tokenizer):
     say(monkeypatch, [*tokenizer.encode("hi"), tokenizer.eos_id, 65])
-    params = {"detokenizer": StreamDetokenizer(TokenTexts(tokenizer)), "stop_ids": frozenset({tokenizer.eos_id})}
+    params = {
+        "detokenizer": StreamDetokenizer(TokenTexts(tokenizer)),
+        "stop_ids": frozenset({tokenizer.eos_id}),
+    }
     tokens, end = run(build("dual"), max_tokens=9, **params)
     assert [token.text for token in tokens] == ["h", "i", ""]
     assert (tokens[-1].token_id, end.reason) == (tokenizer.eos_id, "stop")
@@ -286,7 +313,9 @@ def test_training_mode_and_gradients_are_left_as_they_are():
     model = build("dual", torch.float32).train()
     run(model, max_tokens=3)
     assert model.training
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert all(
+        parameter.grad is None and parameter.requires_grad for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ def test_something_is_always_kept_and_padding_never_is(fields):
 def test_greedy_takes_the_maximum_whatever_the_cuts():
     log_probs_V = random_log_probs(3)
     for fields in ({}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.5}):
-        assert Sampler(SamplingParams(temperature=0, **fields))(log_probs_V) == int(log_probs_V.argmax())
+        assert Sampler(SamplingParams(temperature=0, **fields))(log_probs_V) == int(
+            log_probs_V.argmax()
+        )
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-320, 1e30])
@@ -83,7 +85,9 @@ def test_extreme_temperatures_stay_numbers(temperature):
     shaped = shape_log_probs(log_probs_V, SamplingParams(temperature=temperature))
     assert not shaped.isnan().any()
     if temperature < 1:
-        assert Sampler(SamplingParams(temperature=temperature, seed=0))(log_probs_V) == int(log_probs_V.argmax())
+        assert Sampler(SamplingParams(temperature=temperature, seed=0))(log_probs_V) == int(
+            log_probs_V.argmax()
+        )
 
 
 def test_the_same_seed_gives_the_same_tokens_whatever_else_runs():
@@ -119,7 +123,9 @@ def test_frequencies_are_the_probabilities():
     params = SamplingParams(temperature=0.8, top_k=9, seed=1)
     expected = shape_log_probs(log_probs_V, params).exp()
     sampler, draws = Sampler(params), 20_000
-    counts = torch.bincount(torch.tensor([sampler(log_probs_V) for _ in range(draws)]), minlength=12)
+    counts = torch.bincount(
+        torch.tensor([sampler(log_probs_V) for _ in range(draws)]), minlength=12
+    )
     assert counts[expected == 0].sum() == 0
     kept = expected > 0
     statistic = float(((counts - draws * expected)[kept] ** 2 / (draws * expected[kept])).sum())
