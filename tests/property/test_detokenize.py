@@ -1,4 +1,6 @@
-"""Any ids, any stop strings: the stream is the whole decoding, cut at the first completed stop string."""
+"""Any ids, any stop strings: the stream is the whole decoding, cut at the first completed stop
+string.
+"""
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,7 +12,8 @@ TOKENIZER = train_bpe(["def naïve(日本): return '🌶️ café' # the end, th
 TEXTS = TokenTexts(TOKENIZER)
 
 token_ids = st.integers(0, TOKENIZER.vocab_size + 5)
-# Bytes of and around multi-byte characters, so that broken and completed characters are both common.
+# Bytes of and around multi-byte characters, so that broken and completed characters are both
+# common.
 edges = [
     TOKENIZER.id_of(name)
     for name in ("æ", "Ĺ", "¥", "ð", "Ł", "Į", "¶", "Ã", "©", "ÿ", "ï", "¿", "½")
@@ -23,7 +26,9 @@ def decode_at_once(ids: list[int]) -> str:
 
 
 def cut(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """By brute force: the shortest prefix that ends with a stop string, without the longest that it ends with."""
+    """By brute force: the shortest prefix that ends with a stop string, without the longest that it
+    ends with.
+    """
     for end in range(1, len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             longest = max(found, key=len)

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _STALE_SECONDS = 3600.0
-"""Left-over temporary folders older than this were abandoned by a killed process and are removed."""
+"""Temporary folders older than this were left over by a killed process, and are removed."""
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` fill a temporary file beside ``path``, then put it in place in one step, on disk."""
+    """Let ``write`` fill a temporary file, then put it in ``path``'s place in one step."""
     temporary = _temporary_beside(path)
     try:
         write(temporary)
@@ -31,9 +31,10 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 def atomic_folder(folder: str | Path, *, replaceable: Callable[[Path], bool]) -> Iterator[Path]:
     """Yield an empty temporary folder that takes the place of ``folder`` when the block ends well.
 
-    Where the block raises (Ctrl-C included), ``folder`` stays as it was. An existing ``folder`` is replaced only if it
-    is empty or ``replaceable(folder)``; it is moved aside to ``previous(folder)`` for the moment between two
-    renames, where readers and the next writer find it should the process die just then.
+    Where the block raises (Ctrl-C included), ``folder`` stays as it was. An existing ``folder`` is
+    replaced only if it is empty or ``replaceable(folder)``; it is moved aside to
+    ``previous(folder)`` for the moment between two renames, where readers and the next writer find
+    it should the process die just then.
 
     Raises ``ValueError`` where ``folder`` is a file, or a folder that must not be replaced.
     """
@@ -98,7 +99,9 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or folder to disk; systems that cannot open a folder for it (Windows) are left to themselves."""
+    """Flush a file or folder to disk; systems that cannot open a folder for it (Windows) are left
+    to themselves.
+    """
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)

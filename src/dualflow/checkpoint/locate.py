@@ -1,4 +1,4 @@
-"""From what a person names (a model folder, a run folder, a mistake) to the model folder that is meant."""
+"""From what a person names (a model, a run, a mistake) to the model folder that is meant."""
 
 import json
 import re
@@ -9,13 +9,17 @@ from dualflow.checkpoint.atomic import previous
 
 MODEL_TYPE = "dualflow"
 FORMAT_VERSION = 1
-SUPPORTED = f"supported: folders of model_type {MODEL_TYPE!r}, format_version {FORMAT_VERSION}, or a run folder"
+SUPPORTED = (
+    f"supported: folders of model_type {MODEL_TYPE!r}, version {FORMAT_VERSION}, and run folders"
+)
+
+_MAX_JSON_BYTES = 16 * 1024 * 1024
 
 _PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def find_model_folder(folder: str | Path) -> Path:
-    """The model folder ``folder`` is, or holds as a run folder (``model/``, else the newest checkpoint).
+    """``folder`` itself, or the model of a run folder: ``model/``, else the newest checkpoint.
 
     Raises ``ValueError``, one line with what was found, where, and what is supported.
     """
@@ -43,6 +47,9 @@ def is_model_folder(folder: Path) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ``ValueError`` naming the file."""
     try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise ValueError(f"it has {size:,} bytes; expected {_MAX_JSON_BYTES:,} at most")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing") from error
@@ -50,14 +57,14 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{path} is not valid JSON: {reason}") from error
+        raise ValueError(f"{path} is not usable JSON: {reason}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a JSON {type(value).__name__}; expected an object")
     return value
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder, once its ``model_type`` and ``format_version`` are ones that can be read.
+    """config.json of a model folder, of a ``model_type`` and ``format_version`` we can read.
 
     Raises ``ValueError``: an empty folder, another architecture, pickled weights, a newer format.
     """
@@ -111,7 +118,8 @@ def _inside_run(run: Path) -> Path | None:
 def _missing(name: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         return (
-            f"there is no folder {name}; if this is the name of a model on a hub, download it yourself first: "
+            f"there is no folder {name}; if this is the name of a model on a hub, "
+            "download it yourself first: "
             f"dualflow reads local folders and never the network; {SUPPORTED}"
         )
     return f"there is no folder {name}; {SUPPORTED}"
@@ -119,8 +127,10 @@ def _missing(name: str) -> str:
 
 def _file(path: Path) -> str:
     if path.suffix in _PICKLE_ENDINGS:
-        return f"{path} looks like a pickled checkpoint, which can run code when loaded; use safetensors; {SUPPORTED}"
-    return f"{path} is a file; expected the folder that holds config.json and model.safetensors; {SUPPORTED}"
+        what = "looks like a pickled checkpoint, which can run code when loaded; use safetensors"
+    else:
+        what = "is a file; expected the folder that holds config.json and model.safetensors"
+    return f"{path} {what}; {SUPPORTED}"
 
 
 def _no_config(folder: Path) -> str:
@@ -143,7 +153,7 @@ def missing_weights(folder: Path) -> str:
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_ENDINGS)
     if pickled:
         return (
-            f"{folder} holds {pickled[0]}, a pickled checkpoint that can run code when loaded, and no model.safetensors; "
-            "use safetensors"
+            f"{folder} holds {pickled[0]}, a pickled checkpoint that can run code when loaded, "
+            "and no model.safetensors; use safetensors"
         )
     return f"model.safetensors is missing in {folder} ({_listing(folder)})"

@@ -2,11 +2,12 @@
 
 A model folder::
 
-    config.json          {"model_type": "dualflow", "format_version": 1, "config": fields of spec.ModelConfig}
-    model.safetensors    the primary: a complete causal language model under Hugging Face Llama names
-    aux.safetensors      what the auxiliary flow adds (names that contain ".aux."); absent where there is nothing
-    tokenizer.json       of the `tokenizers` library; optional
-    metrics.json         what was measured: val_loss (of r), val_loss_p, val_loss_q, in nats per token; optional
+    config.json        {"model_type": "dualflow", "format_version": 1, "config": {...}}, the last
+                       with the fields of spec.ModelConfig
+    model.safetensors  the primary: a whole causal language model under Hugging Face's Llama names
+    aux.safetensors    what the auxiliary flow adds (names that contain ".aux."), where it does
+    tokenizer.json     of the `tokenizers` library; optional
+    metrics.json       val_loss (of r), val_loss_p, val_loss_q in nats per token; optional
 """
 
 import json
@@ -51,10 +52,12 @@ def save_model(
     """Write ``model`` to ``folder`` atomically, replacing an earlier model there.
 
     tokenizer_json: the text of a tokenizer.json, or the ``Path`` of one.
-    metrics:        flat numbers, by convention ``val_loss``, ``val_loss_p``, ``val_loss_q``; not-a-number becomes null.
+    metrics:        flat numbers, by convention ``val_loss``, ``val_loss_p``, ``val_loss_q``;
+                    not-a-number becomes null.
 
-    A model wrapped by torch.compile or DistributedDataParallel is saved under the same names as a bare one.
-    Raises ``ValueError`` where ``folder`` is a file or holds something that is not a model.
+    A model wrapped by torch.compile or DistributedDataParallel is saved under the same names as a
+    bare one. Raises ``ValueError`` where ``folder`` is a file or holds something that is not a
+    model.
     """
     with atomic_folder(folder, replaceable=is_model_folder) as temporary:
         write_model(model, temporary, tokenizer_json=tokenizer_json, metrics=metrics)
@@ -67,7 +70,7 @@ def write_model(
     tokenizer_json: str | Path | None = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the files of a model folder into an existing ``folder``: for use inside ``atomic_folder``, beside others."""
+    """Write a model's files into an existing ``folder``, such as one of ``atomic_folder``'s."""
     bare = _unwrap(model)
     tensors = _stored_tensors(bare)
     save_tensors(
@@ -89,12 +92,14 @@ def write_model(
 def load_model(
     folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
 ) -> CausalLM:
-    """The model in ``folder`` (a model folder, or a run folder: its final model, else its newest checkpoint).
+    """The model in ``folder``, in eval mode.
 
-    dtype: the floating-point format to load as; None keeps each tensor as it is stored. The model is in eval mode.
+    folder: a model folder, or a run folder: its final model, else its newest checkpoint.
+    dtype:  the floating-point format to load as; None keeps each tensor as it is stored.
 
-    Raises ``ValueError`` where anything is missing, unexpected, of another shape or number format, damaged, of
-    another kind of model, or too large for the ``dtype`` asked for; every message names the file and the tensors.
+    Raises ``ValueError`` where anything is missing, unexpected, of another shape or number format,
+    damaged, of another kind of model, or too large for the ``dtype`` asked for; every message names
+    the file and the tensors.
     """
     place = find_model_folder(folder)
     config = read_config(place)
@@ -102,7 +107,8 @@ def load_model(
     stored = {name: entry for header in headers.values() for name, entry in header.items()}
     if config.num_layers > len(stored):
         raise ValueError(
-            f"{place}: config.json has num_layers {config.num_layers:,}, the files {len(stored):,} tensors"
+            f"{place}: config.json has num_layers {config.num_layers:,}, "
+            f"the files {len(stored):,} tensors"
         )
     _check_strict(place, _expected_shapes(place, config), headers)
     model = build_model(config, device=device, dtype=dtype or _main_dtype(stored))
@@ -115,7 +121,7 @@ def load_model(
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The ``ModelConfig`` of a model folder or run folder. Raises ``ValueError`` as ``load_model`` does."""
+    """The configuration of a model or run folder. Raises ``ValueError`` as ``load_model`` does."""
     place = find_model_folder(folder)
     table = read_model_config(place)
     try:
@@ -131,7 +137,7 @@ def read_metrics(folder: str | Path) -> dict[str, Any]:
 
 
 def load_tokenizer_of(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a model folder or run folder. Raises ``ValueError`` where it is missing or damaged."""
+    """The tokenizer of a model or run folder. Raises ``ValueError``: it is missing or damaged."""
     place = find_model_folder(folder)
     if not (place / "tokenizer.json").is_file():
         raise ValueError(
@@ -151,7 +157,7 @@ def _read_headers(place: Path) -> dict[str, dict[str, TensorEntry]]:
 
 
 def _expected_shapes(place: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what ``config`` needs, without the memory for it: a config that lies must not cost any."""
+    """What ``config`` needs, found without the memory for it: a config that lies costs nothing."""
     try:
         model = build_model(config, device="meta")
     except (RuntimeError, OverflowError, MemoryError) as error:
@@ -175,8 +181,9 @@ def _check_strict(
             continue
         prefixes = sorted({prefix for name in found if (prefix := _wrapper_prefix(name))})
         if prefixes:
+            listed = ", ".join(map(repr, prefixes))
             problems.append(
-                f"{file}: names begin with {', '.join(map(repr, prefixes))}, put there by a wrapper "
+                f"{file}: names begin with {listed}, put there by a wrapper "
                 "(torch.compile, DistributedDataParallel); save the bare model under its own names"
             )
             continue
@@ -219,7 +226,7 @@ def _wrapper_prefix(name: str) -> str | None:
 
 
 def _main_dtype(stored: Mapping[str, TensorEntry]) -> torch.dtype:
-    """The format of most of the weights: what the model is built in before each tensor gets its own."""
+    """The format of most weights: what the model is built in before each tensor gets its own."""
     sizes: dict[str, int] = {}
     for entry in stored.values():
         sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
@@ -227,7 +234,7 @@ def _main_dtype(stored: Mapping[str, TensorEntry]) -> torch.dtype:
 
 
 def _assign(parameter: Tensor, tensor: Tensor, dtype: torch.dtype | None, name: str) -> None:
-    """Copy ``tensor`` into ``parameter`` as ``dtype`` (None: as stored), refusing an overflow to infinity."""
+    """Copy ``tensor`` into ``parameter`` as ``dtype`` (None: as stored); overflow is an error."""
     wanted = dtype or tensor.dtype
     converted = tensor.to(wanted)
     if torch.finfo(wanted).max < torch.finfo(tensor.dtype).max:
@@ -244,7 +251,7 @@ def _assign(parameter: Tensor, tensor: Tensor, dtype: torch.dtype | None, name: 
 
 
 def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by canonical name, each tensor once: a tied head goes by the embedding's name."""
+    """Tensors by canonical name, each once: a tied head goes by the embedding's name."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -258,7 +265,7 @@ def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _unwrap(model: nn.Module) -> CausalLM:
     while not isinstance(model, CausalLM):
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        inner = getattr(model, "_orig_mod", getattr(model, "module", None))
         if not isinstance(inner, nn.Module):
             raise TypeError(
                 f"save_model got a {type(model).__name__}; expected a dualflow CausalLM"
@@ -272,14 +279,12 @@ def _is_aux(name: str) -> bool:
 
 
 def _tokenizer_text(tokenizer_json: str | Path) -> str:
-    text = (
-        tokenizer_json.read_text(encoding="utf-8")
-        if isinstance(tokenizer_json, Path)
-        else tokenizer_json
-    )
+    is_file = isinstance(tokenizer_json, Path)
+    text = tokenizer_json.read_text(encoding="utf-8") if is_file else tokenizer_json
     if not text.lstrip().startswith("{"):
         raise ValueError(
-            f"tokenizer_json is {text[:40]!r}...; expected the text of a tokenizer.json, or its Path"
+            f"tokenizer_json begins {text[:40]!r}; "
+            "expected the text of a tokenizer.json, or its Path"
         )
     return text
 

@@ -1,7 +1,8 @@
 """Safetensors files: written atomically, and checked by us before anything is allocated for them.
 
-A file is judged by its header alone, in Python integers: lengths that lie, ranges that overlap or point outside
-the file, products that would wrap and truncated files end as one ``ValueError`` that names the file.
+A file is judged by its header alone, in Python integers: lengths that lie, ranges that overlap or
+point outside the file, products that would wrap and truncated files end as one ``ValueError`` that
+names the file.
 """
 
 import json
@@ -34,7 +35,7 @@ FLOATS: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a header: ``dtype`` as safetensors names it ("F32", "BF16"), ``shape``, byte range in the data."""
+    """One tensor of a header: format ("BF16"), sizes, and where its bytes lie in the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,12 +46,13 @@ class TensorEntry:
 def save_tensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write ``tensors`` (any device, any layout, views included) to a safetensors file in one atomic step."""
+    """Write ``tensors``, of any device and layout, to a safetensors file in one atomic step."""
     independent: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         stored = tensor.detach().to("cpu").contiguous()
-        # The format has no views: whatever shares its memory with something else is written out in full.
+        # The format has no views: whatever shares its memory with something else is written out in
+        # full.
         if stored.untyped_storage().nbytes() != stored.nbytes or stored.data_ptr() in seen:
             stored = stored.clone()
         seen.add(stored.data_ptr())
@@ -71,12 +73,13 @@ def load_tensors(path: str | Path, device: str | torch.device = "cpu") -> dict[s
         mapped = safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError, RuntimeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
-    # Copied off the memory map: a file that is replaced or cut later must not change (or crash) what was loaded.
+    # Copied off the memory map: a file that is replaced or cut later must not change (or crash)
+    # what was loaded.
     return {name: tensor.to(device, copy=True) for name, tensor in mapped.items()}
 
 
 def read_header(path: str | Path) -> dict[str, TensorEntry]:
-    """The tensors a safetensors file says it holds, checked against the file's size. Reads the header alone.
+    """The tensors a safetensors file says it holds, checked against its size; no data is read.
 
     Raises ``ValueError`` naming the file and, where there is one, the offending tensor.
     """
@@ -88,8 +91,9 @@ def read_header(path: str | Path) -> dict[str, TensorEntry]:
             limit = min(size - 8, _MAX_HEADER_BYTES)
             if size < 8 or not 2 <= length <= limit:
                 raise ValueError(
-                    f"{path} is not a usable safetensors file: its {size:,} bytes announce a header of {length:,} bytes "
-                    f"(possible here: 2 to {max(limit, 2):,}); it is cut short, damaged or another format"
+                    f"{path} is not a usable safetensors file: its {size:,} bytes announce "
+                    f"a header of {length:,} bytes (possible here: 2 to {max(limit, 2):,}); "
+                    "it is cut short, damaged or another format"
                 )
             text = file.read(length)
     except FileNotFoundError as error:
@@ -132,7 +136,8 @@ def _entry(name: str, value: Any) -> TensorEntry:
     needed = -(-math.prod(shape) * _BITS[dtype] // 8)
     if end - begin != needed:
         raise ValueError(
-            f"tensor {name!r}: shape {shape} of {dtype} takes {needed:,} bytes, data_offsets span {end - begin:,}"
+            f"tensor {name!r}: shape {shape} of {dtype} takes {needed:,} bytes, "
+            f"data_offsets span {end - begin:,}"
         )
     return TensorEntry(dtype, tuple(shape), begin, end)
 
@@ -153,5 +158,6 @@ def _check_cover(header: Mapping[str, TensorEntry], available: int) -> None:
         position = entry.end
     if position != available:
         raise ValueError(
-            f"the tensors take {position:,} bytes of data, the file holds {available:,}; it may be cut short"
+            f"the tensors take {position:,} bytes of data, the file holds {available:,}; "
+            "it may be cut short"
         )

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     comparison = compare_runs(args.runs, args.baseline)
     written = write_comparison(comparison, args.out)
     console = output()
-    for table in comparison_tables(comparison):
+    for table in comparison_tables(comparison)[:3]:  # the curves in full are in the report
         console.print(to_rich(table))
     for sentence in (*findings(comparison), *comparison.notes):
         console.print(escape(f"• {sentence}"), soft_wrap=not console.is_terminal)

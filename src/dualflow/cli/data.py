@@ -33,19 +33,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "prepare",
         help="split and tokenize a text and keep the result in the cache",
         description="Split and tokenize a text and keep the result in the cache.",
+        epilog=_examples("prepare"),
     )
     prepare.add_argument("source", metavar="SOURCE", help=_SOURCE)
+    prepare.add_argument(
+        "--sequence-length",
+        type=int,
+        default=256,
+        metavar="N",
+        help="positions per window, which the text has to fill at least once (default: 256)",
+    )
     info = actions.add_parser(
         "info",
         help="show documents, tokens, splits and a sample; prepares what is not prepared",
         description="Show documents, tokens, splits and a sample of a text, prepared if need be.",
+        epilog=_examples("info"),
     )
     info.add_argument(
         "source", metavar="SOURCE|FOLDER", help=f"{_SOURCE}; or a folder that prepare made"
     )
+    # Figures of a short text are figures too.
+    info.set_defaults(sequence_length=1)
     for action in (prepare, info):
         _add_options(action)
         action.add_argument("--json", action="store_true", help="write the figures as JSON")
+
+
+def _examples(action: str) -> str:
+    lines = [line for line in EXAMPLES.splitlines() if f" {action} " in line]
+    return "\n  ".join(["examples:", *lines])
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,12 +75,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="bytes, bpe:N (trained on the text) or the path of a tokenizer.json "
         "(default: bpe:1024)",
-    )
-    option(
-        "--sequence-length",
-        type=int,
-        metavar="N",
-        help="positions per window, which the text has to fill at least once (default: 256)",
     )
     option(
         "--validation-fraction",

@@ -35,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     prompt.add_argument(
         "--prompt-file", metavar="FILE",
-        help="read it from FILE (UTF-8), '-' for standard input; without either option, what is piped in is read",
+        help="read it from FILE (UTF-8), '-' for standard input; "
+        "without either option, what is piped in is read",
     )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="new tokens at most (default: 128)"
@@ -157,12 +158,15 @@ def _prompt(args: argparse.Namespace) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"the prompt from {source} is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}"
+            f"the prompt from {source} is not UTF-8: "
+            f"byte {error.start} is 0x{data[error.start]:02x}"
         ) from error
 
 
 def _piped() -> bool:
-    """Whether something was piped or redirected into the command; a terminal or a closed input is not waited for."""
+    """Whether something was piped or redirected into the command; a terminal or a closed input is
+    not waited for.
+    """
     import os
     import stat
 
@@ -207,15 +211,18 @@ def _device(name: str) -> str:
 
 
 def _check_vocabulary(tokenizer: "Tokenizer", model: "CausalLM") -> None:
-    if tokenizer.vocab_size > model.config.num_real_tokens:
+    known = model.config.num_real_tokens
+    if tokenizer.vocab_size > known:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.config.num_real_tokens}; "
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model {known}; "
             "they do not belong together"
         )
 
 
 def _stream(prompt: str, events: "Iterator[TokenEvent | FinishEvent]") -> None:
-    """Write the text as it comes, and the figures at its end. Ctrl-C ends the line and goes on to the caller."""
+    """Write the text as it comes, and the figures at its end. Ctrl-C ends the line and goes on to
+    the caller.
+    """
     from dualflow.model.generate import FinishEvent
 
     try:

@@ -87,7 +87,8 @@ def _resolve(args: argparse.Namespace) -> tuple["RunConfig", Path]:
     if args.resume is not None:
         if args.config or args.recipe or args.runs or args.overwrite:
             raise ValueError(
-                "--resume takes everything from the run's folder; leave out CONFIG, --recipe, --runs and --overwrite"
+                "--resume takes everything from the run's folder; "
+                "leave out CONFIG, --recipe, --runs and --overwrite"
             )
         folder = _run_folder(args.resume)
         config = dataclasses.replace(read_run_config(folder / "config.json"), name=folder.name)
@@ -129,7 +130,8 @@ def _plan(config: "RunConfig") -> str:
         (
             f"{config.name}: {config.model.variant}, seed {config.seed}",
             f"parameters: {counts.total:,} (primary {counts.primary:,}, auxiliary {counts.aux:,})",
-            f"tokens: {tokens:,} = {config.train.steps:,} steps x {config.train.batch_size} sequences x {context}",
+            f"tokens: {tokens:,} = {config.train.steps:,} steps "
+            f"x {config.train.batch_size} sequences x {context}",
             f"training FLOPs: {per_token * tokens:.3g} ({per_token:,.0f} per token)",
             "optimizer groups:",
             groups.table(),
@@ -142,5 +144,6 @@ def _summary(result: dict[str, Any], folder: Path) -> str:
     shown = ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if value is not None)
     return (
         f"{result['name']}: {result['steps']} steps, {result['tokens']:,} tokens, "
-        f"{result['train_seconds']:.0f} s; validation loss {shown or 'not measured'}; model in {folder / 'model'}"
+        f"{result['train_seconds']:.0f} s; validation loss {shown or 'not measured'}; "
+        f"model in {folder / 'model'}"
     )

@@ -1,6 +1,6 @@
 """From token ids to text as they arrive: whole characters only, and never a piece of a stop string.
 
-Whatever the split into tokens, the concatenated pieces equal the decoding of all ids at once, byte for byte.
+Whatever the split into tokens, the concatenated pieces equal the decoding of all ids at once.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from dualflow.data.tokenizers import Tokenizer
 
 _CONTEXT = 16
-"""Ids decoded again before the new ones, so that rules about the first word of a text do not apply to each piece."""
+"""Ids decoded again before the new ones: rules for a text's first word must not hit each piece."""
 
 
 class TokenTexts:
@@ -45,19 +45,17 @@ def _tokens(table: dict[str, Any]) -> dict[int, str]:
 class StreamDetokenizer:
     """Turns one request's ids into text pieces, and ends at the first stop string.
 
-    The text ends where a stop string is first complete; where several end at the same character, the longest
-    counts. Text that may yet become a stop string is held back until that is decided. Special tokens (end of text
-    and the like) and ids the tokenizer does not know give no text.
+    The text ends where a stop string is first complete; where several end at the same character,
+    the longest counts. Text that may yet become a stop string is held back until that is decided.
+    Special tokens (end of text and the like) and ids the tokenizer does not know give no text.
 
-    Args:
-        texts: the tokenizer's.
-        stop: stop strings; none is the default.
-        context: ids that precede the text and are not part of it. A tokenizer that treats the first word apart
-            (SentencePiece drops its leading space) then sees that the text continues a prompt; byte-level
-            tokenizers do not need it.
+    texts:    the tokenizer's.
+    stop:     stop strings; none is the default.
+    context:  ids that precede the text and are not part of it, so that a tokenizer that treats the
+              first word apart (SentencePiece drops its leading space) sees that the text continues
+              a prompt. Byte-level tokenizers do not need it.
 
-    Raises:
-        ValueError: an empty stop string.
+    Raises ``ValueError`` for an empty stop string.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class StreamDetokenizer:
         return self._stops.push(self._decoder.push(token_id))
 
     def finish(self) -> str:
-        """What was still held back, once: an unfinished character (as U+FFFD), the beginning of a stop string."""
+        """What was held back, once: half a character (as U+FFFD), the start of a stop string."""
         if self._finished:
             return ""
         self._finished = True
@@ -101,7 +99,7 @@ class _Decoder(Protocol):
 
 
 class _ByteLevelDecoder:
-    """Byte-level tokens are strings of bytes; a UTF-8 automaton knows which of them complete a character."""
+    """Tokens are strings of bytes; bytes that begin a character wait for the rest of it."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._bytes = texts.token_bytes
@@ -130,7 +128,7 @@ def _unfinished(data: bytes) -> int:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: printable Latin-1 characters are themselves, the rest follow from U+0100 on."""
+    """GPT-2's stand-ins: printable Latin-1 characters are themselves, others follow from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {
@@ -142,7 +140,7 @@ _BYTES = _byte_alphabet()
 
 
 def _token_bytes(token: str) -> bytes:
-    """A token with a character outside the alphabet was added as plain text, and stands for itself."""
+    """A token with a character outside the alphabet was added as text, and stands for itself."""
     try:
         return bytes(_BYTES[character] for character in token)
     except KeyError:
@@ -152,8 +150,9 @@ def _token_bytes(token: str) -> bytes:
 class _WindowDecoder:
     """Any other tokenizer: decode a window of ids, and emit what the next id can no longer change.
 
-    A character in progress shows as U+FFFD at the end of the window, or as byte tokens such as ``<0xE6>``, whose
-    decoding depends on the whole run of them; both are held until something else follows.
+    A character in progress shows as U+FFFD at the end of the window, or as byte tokens such as
+    ``<0xE6>``, whose decoding depends on the whole run of them; both are held until something else
+    follows.
     """
 
     def __init__(self, texts: TokenTexts, context: Sequence[int]) -> None:
@@ -187,7 +186,7 @@ class _WindowDecoder:
 
 
 class _StopStrings:
-    """Finds the first completed stop string in a stream of text, one character at a time (Knuth–Morris–Pratt)."""
+    """Finds the first completed stop string, character by character (Knuth, Morris, Pratt)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str):
@@ -238,7 +237,7 @@ class _StopStrings:
 
 
 def _borders(text: str) -> list[int]:
-    """For each n the length of the longest proper prefix of ``text[:n]`` that is also its suffix."""
+    """For each n the longest proper prefix of ``text[:n]`` that is also its suffix, as a length."""
     borders = [0, 0]
     for index in range(1, len(text)):
         length = borders[index]

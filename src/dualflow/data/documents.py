@@ -27,8 +27,8 @@ class Segment:
 class Document:
     """One text, in pieces.
 
-    split_key:  what its split is decided by: the relative path of a file; None: the content, for rows,
-                so that equal rows never stand on both sides.
+    split_key:  what decides its split: the relative path of a file; None: the content, so that
+                equal rows never stand on both sides.
     """
 
     segments: tuple[Segment, ...]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,27 +45,23 @@ def _encode_batch(
     tokenizer: Tokenizer, batch: list[tuple[Document, Split]]
 ) -> Iterator[tuple[Split, EncodedDocument]]:
     texts = [s.text for document, _ in batch for s in document.segments if not s.control]
-    encoded = iter(tokenizer.encode_batch(texts))
+    encoded = iter(tokenizer.encode_arrays(texts))
     for document, split in batch:
         ids = [
-            [_control_id(tokenizer, s.text)] if s.control else next(encoded)
+            np.array([_control_id(tokenizer, s.text)], np.uint32) if s.control else next(encoded)
             for s in document.segments
         ]
-        counted = [s.counted for s in document.segments]
-        yield split, _join(document, ids, counted, tokenizer.eos_id)
+        yield split, _join(document, ids, tokenizer.eos_id)
 
 
-def _join(
-    document: Document, ids: list[list[int]], counted: list[bool], eos_id: int
-) -> EncodedDocument:
+def _join(document: Document, ids: list[NDArray[np.uint32]], eos_id: int) -> EncodedDocument:
     # A text ends where its end-of-text token says; a chat's turns end with a control token of their
     # own, and what comes after the last turn is no answer, so it does not count.
-    flags = (
-        None if all(counted) else np.repeat([*counted, False], [*map(len, ids), 1]).astype(np.uint8)
-    )
+    counted = [segment.counted for segment in document.segments]
+    flags = np.repeat([*counted, False], [*map(len, ids), 1]).astype(np.uint8)
     return EncodedDocument(
-        ids=np.fromiter(chain(chain.from_iterable(ids), [eos_id]), np.uint32),
-        counted=flags,
+        ids=np.concatenate([*ids, np.array([eos_id], np.uint32)]),
+        counted=None if all(counted) else flags,
         text_bytes=document.num_bytes,
         characters=document.num_characters,
     )

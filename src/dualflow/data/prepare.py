@@ -42,8 +42,8 @@ from dualflow.data.tokenizers import (
 from dualflow.folders import cache_folder
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage (``reading``, ``training the tokenizer``, ``encoding``), characters done, and of
-how many (0: not known).
+"""Called with a stage (``reading``, ``training the tokenizer``, ``encoding``), the characters done
+and those in all (0: not known).
 """
 
 _FORMAT, _VERSION = "dualflow-data", 1

@@ -8,13 +8,15 @@ the caller asks otherwise.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from dualflow.data.config import SPECIAL_TOKENS, bpe_size
@@ -22,6 +24,7 @@ from dualflow.data.config import SPECIAL_TOKENS, bpe_size
 # How tokenizer files of well-known families call their end of text, most specific first.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _LONG_TEXT = 1 << 18
+_GROUP = 1 << 20
 
 
 class Tokenizer:
@@ -81,17 +84,38 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         """``encode`` of many texts at once, in parallel."""
+        return [ids.tolist() for ids in self.encode_arrays(texts, special)]
+
+    def encode_arrays(
+        self, texts: Sequence[str], special: bool = False
+    ) -> list[NDArray[np.uint32]]:
+        """``encode_batch`` with ids as arrays of 4 bytes each, for texts that fill the memory."""
+        if self._is_bytes and not special:
+            return [np.frombuffer(t.encode("utf-8"), np.uint8).astype(np.uint32) for t in texts]
         pieces = [self._pieces(text, special) for text in texts]
         self._backend.encode_special_tokens = not special
-        encodings = self._backend.encode_batch_fast(
-            [p for ps in pieces for p in ps], add_special_tokens=False
-        )
-        ids = iter(encoding.ids for encoding in encodings)
-        return [[token for _ in ps for token in next(ids)] for ps in pieces]
+        ids = self._encode_pieces(piece for of_text in pieces for piece in of_text)
+        return [np.concatenate([next(ids) for _ in of_text]) for of_text in pieces]
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of ``ids``; bytes that are no whole character become U+FFFD."""
         return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+    def _encode_pieces(self, pieces: Iterable[str]) -> Iterator[NDArray[np.uint32]]:
+        """Ids of each piece; a group at a time, as the library keeps some 100 bytes a token."""
+        group: list[str] = []
+        size = 0
+        for piece in pieces:
+            group.append(piece)
+            size += len(piece)
+            if size >= _GROUP:
+                yield from self._encode_group(group)
+                group, size = [], 0
+        yield from self._encode_group(group)
+
+    def _encode_group(self, group: list[str]) -> Iterator[NDArray[np.uint32]]:
+        for encoding in self._backend.encode_batch_fast(group, add_special_tokens=False):
+            yield np.array(encoding.ids, np.uint32)
 
     def _pieces(self, text: str, special: bool) -> list[str]:
         pieces = [text]
@@ -108,6 +132,11 @@ class Tokenizer:
             start = match.start() + 1
             cuts.append(start)
         return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+    @cached_property
+    def _is_bytes(self) -> bool:
+        """Whether this is ``bytes_tokenizer``, of which the ids are known without looking."""
+        return self.to_json() == bytes_tokenizer().to_json()
 
     @cached_property
     def _special(self) -> dict[str, int]:

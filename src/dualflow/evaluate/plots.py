@@ -5,7 +5,8 @@ the same once more. Ink is one fixed colour, so that a page can swap it for its 
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -49,8 +50,8 @@ _STYLE = {
     "ytick.color": INK,
 }
 
-SKIPPED_START = 0.15
-"""The part of the longest curve left out when the range of the loss axis is chosen."""
+SKIPPED_START = 0.2
+"""The part of a curve, its steep start, for which the loss axis makes no room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,78 +91,86 @@ def comparison_plots(comparison: Comparison) -> list[Plot]:
 
 def curve_plot(groups: Sequence[Group], axis: Axis) -> Plot:
     """Validation loss of r over ``axis``: the mean of each group, and a band over its seeds."""
-    figure, axes = _figure(7.2, 4.4)
-    bounds: list[tuple[float, float]] = []
-    for index, group in enumerate(groups):
-        spread = spread_over_seeds(group, axis)
-        at = [point.at for point in spread]
-        means = [point.mean for point in spread]
-        axes.fill_between(
-            at,
-            [point.low for point in spread],
-            [point.high for point in spread],
-            color=_colour(index),
-            alpha=0.18,
-            linewidth=0,
-        )
-        axes.plot(
-            at,
-            means,
-            color=_colour(index),
-            label=_label(group),
-            linestyle=_STYLES[index % len(_STYLES)],
-            linewidth=2,
-            marker=_MARKERS[index % len(_MARKERS)],
-            markersize=4,
-            zorder=3,
-        )
-        bounds += [(point.at, value) for point in spread for value in (point.low, point.high)]
-    _focus(axes, bounds)
-    axes.set_xlabel("training tokens" if axis == "tokens" else "training FLOPs")
-    axes.set_ylabel("validation loss (nats per token)")
-    title = "Validation loss over " + axes.get_xlabel()
-    axes.set_title(title)
-    axes.legend(loc="upper right")
-    several = any(len(group.runs) > 1 for group in groups)
-    summary = f"{title}, a line per variant"
-    summary += "; bands reach from the lowest to the highest seed." if several else "."
-    return _plot(figure, f"loss-over-{axis.lower().replace(' ', '-')}", title, summary)
+    with _canvas(7.2, 4.4) as (figure, axes):
+        shown: list[float] = []
+        for index, group in enumerate(groups):
+            spread = spread_over_seeds(group, axis)
+            if not spread:  # seeds of different lengths may share no place at which all can be read
+                continue
+            at = [point.at for point in spread]
+            means = [point.mean for point in spread]
+            axes.fill_between(
+                at,
+                [point.low for point in spread],
+                [point.high for point in spread],
+                color=_colour(index),
+                alpha=0.18,
+                linewidth=0,
+            )
+            axes.plot(
+                at,
+                means,
+                color=_colour(index),
+                label=_label(group),
+                linestyle=_STYLES[index % len(_STYLES)],
+                linewidth=2,
+                marker=_MARKERS[index % len(_MARKERS)],
+                markersize=4,
+                zorder=3,
+            )
+            late = [point for point in spread if point.at >= SKIPPED_START * at[-1]]
+            shown += [value for point in late for value in (point.low, point.high)]
+        if shown:
+            _focus(axes, shown)
+        ticker = cast(Any, require_extra("matplotlib.ticker", "plot", "drawing plots"))
+        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
+        axes.set_xlabel("training tokens" if axis == "tokens" else "training FLOPs")
+        axes.set_ylabel("validation loss (nats per token)")
+        title = "Validation loss over " + axes.get_xlabel()
+        axes.set_title(title)
+        axes.legend(loc="upper right")
+        several = any(len(group.runs) > 1 for group in groups)
+        summary = f"{title}, a line per variant"
+        summary += "; bands reach from the lowest to the highest seed." if several else "."
+        return _plot(figure, f"loss-over-{axis.lower().replace(' ', '-')}", title, summary)
 
 
 def difference_plot(paired: Mapping[str, PairedDifference], baseline: str) -> Plot:
     """The final loss less the baseline's, a dot per seed, with the mean and its standard error."""
-    figure, axes = _figure(7.2, 1.5 + 0.55 * len(paired))
-    for index, (label, difference) in enumerate(paired.items(), start=1):
-        values = list(difference.differences.values())
-        _dots(axes, values, difference.summary, index, height=-index, label=label)
-    axes.axvline(0, color=INK, linewidth=1)
-    _rows(axes, list(paired))
-    axes.set_xlabel(f"validation loss less {baseline}'s (nats per token); left of zero is lower")
-    title = f"Difference to {baseline}, seed by seed"
-    axes.set_title(title)
-    return _plot(
-        figure,
-        "difference-by-seed",
-        title,
-        f"{title}: a dot per seed; the bar is the mean and its standard error.",
-    )
+    with _canvas(7.2, 1.5 + 0.55 * len(paired)) as (figure, axes):
+        for index, (label, difference) in enumerate(paired.items(), start=1):
+            values = list(difference.differences.values())
+            _dots(axes, values, difference.summary, index, height=-index, label=label)
+        axes.axvline(0, color=INK, linewidth=1)
+        _rows(axes, list(paired))
+        axes.set_xlabel(
+            f"validation loss less {baseline}'s (nats per token); left of zero is lower"
+        )
+        title = f"Difference to {baseline}, seed by seed"
+        axes.set_title(title)
+        return _plot(
+            figure,
+            "difference-by-seed",
+            title,
+            f"{title}: a dot per seed; the bar is the mean and its standard error.",
+        )
 
 
 def final_loss_plot(values: Mapping[str, Sequence[float]]) -> Plot:
     """Final losses by variant, a dot per seed, with the mean and its standard error."""
-    figure, axes = _figure(7.2, 1.5 + 0.55 * len(values))
-    for index, (label, losses) in enumerate(values.items()):
-        _dots(axes, losses, summarize(losses), index, height=-index - 1, label=label)
-    _rows(axes, list(values))
-    axes.set_xlabel("validation loss (nats per token)")
-    title = "Final validation loss by variant"
-    axes.set_title(title)
-    return _plot(
-        figure,
-        "final-loss",
-        title,
-        f"{title}: a dot per seed; the bar is the mean and its standard error.",
-    )
+    with _canvas(7.2, 1.5 + 0.55 * len(values)) as (figure, axes):
+        for index, (label, losses) in enumerate(values.items()):
+            _dots(axes, losses, summarize(losses), index, height=-index - 1, label=label)
+        _rows(axes, list(values))
+        axes.set_xlabel("validation loss (nats per token)")
+        title = "Final validation loss by variant"
+        axes.set_title(title)
+        return _plot(
+            figure,
+            "final-loss",
+            title,
+            f"{title}: a dot per seed; the bar is the mean and its standard error.",
+        )
 
 
 @dataclass(frozen=True)
@@ -197,20 +206,22 @@ def write_plots(plots: Sequence[Plot], folder: Path) -> list[Path]:
     return written
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+@contextmanager
+def _canvas(width: float, height: float) -> Generator[tuple[Any, Any], None, None]:
+    """A figure and its axes, to be drawn and saved inside: text is set as it is made."""
     matplotlib = cast(Any, require_extra("matplotlib", "plot", "drawing plots"))
     figures = cast(Any, require_extra("matplotlib.figure", "plot", "drawing plots"))
     with matplotlib.rc_context(_STYLE):
         # No pyplot: nothing is kept between figures and no display is looked for.
         figure = figures.Figure(figsize=(width, height), layout="constrained")
-        return figure, figure.add_subplot()
+        yield figure, figure.add_subplot()
 
 
 def _plot(figure: Any, name: str, title: str, summary: str) -> Plot:
     import matplotlib
 
     png, svg = io.BytesIO(), io.StringIO()
-    with cast(Any, matplotlib).rc_context({**_STYLE, "svg.hashsalt": name}):
+    with cast(Any, matplotlib).rc_context({"svg.hashsalt": name}):
         figure.savefig(png, format="png", metadata={"Software": None})
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     return Plot(name=name, title=title, summary=summary, png=png.getvalue(), svg=svg.getvalue())
@@ -248,11 +259,9 @@ def _rows(axes: Any, labels: Sequence[str]) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _focus(axes: Any, points: Sequence[tuple[float, float]]) -> None:
-    """Choose the range of the loss axis without the steep start, so that late differences show."""
-    end = max(at for at, _ in points)
-    late = [loss for at, loss in points if at >= SKIPPED_START * end]
-    low, high = min(late), max(late)
+def _focus(axes: Any, shown: Sequence[float]) -> None:
+    """Fit the loss axis to ``shown``, so that late differences can be seen."""
+    low, high = min(shown), max(shown)
     margin = 0.06 * (high - low) or 0.05
     axes.set_ylim(low - margin, high + margin)
 

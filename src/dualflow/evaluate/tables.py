@@ -98,11 +98,11 @@ def comparison_tables(comparison: Comparison) -> tuple[Table, ...]:
 def to_markdown(table: Table) -> str:
     """The table in GitHub's Markdown, with its title and caption."""
     alignment = [":---", *(["---:"] * (len(table.columns) - 1))]
-    lines = [f"**{_markdown(table.title)}**", ""]
+    lines = [f"**{markdown_text(table.title)}**", ""]
     for cells in (table.columns, alignment, *table.rows):
-        lines.append("| " + " | ".join(_markdown(cell) for cell in cells) + " |")
+        lines.append("| " + " | ".join(markdown_text(cell) for cell in cells) + " |")
     if table.caption:
-        lines += ["", _markdown(table.caption)]
+        lines += ["", markdown_text(table.caption)]
     return "\n".join(lines) + "\n"
 
 
@@ -232,7 +232,7 @@ def _reading(label: str, matched: Matched, axis: str) -> tuple[str, ...]:
     return (*cells, ", ".join(read))
 
 
-def _markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Text that Markdown shows as it is, even inside a table."""
     for character in "\\`*_[]<>|":
         text = text.replace(character, f"\\{character}")

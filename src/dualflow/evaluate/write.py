@@ -8,7 +8,7 @@ from dualflow.evaluate.compare import Comparison, rows
 from dualflow.evaluate.findings import findings
 from dualflow.evaluate.plots import Plot, comparison_plots, write_plots
 from dualflow.evaluate.report import report_html
-from dualflow.evaluate.tables import comparison_tables, to_markdown
+from dualflow.evaluate.tables import comparison_tables, markdown_text, to_markdown
 from dualflow.extras import MissingExtraError
 
 
@@ -48,6 +48,8 @@ def write_comparison(
 
 def comparison_markdown(comparison: Comparison) -> str:
     """Findings and tables in Markdown."""
-    said = [f"- {sentence}" for sentence in (*findings(comparison), *comparison.notes)]
+    said = [
+        f"- {markdown_text(sentence)}" for sentence in (*findings(comparison), *comparison.notes)
+    ]
     tables = [to_markdown(table) for table in comparison_tables(comparison)]
     return "\n".join(["\n".join(said) + "\n", *tables])

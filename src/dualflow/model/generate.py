@@ -1,7 +1,7 @@
-"""The naive generator: one request, one token after the other. What faster engines are checked against.
+"""The naive generator, which faster ones are checked against: one request, token by token.
 
-Prefill runs the primary over the prompt, with auxiliary rows at its last position alone; each decode step runs one primary row
-and its auxiliary rows. There is one KV cache, the primary's.
+Prefill runs the primary over the prompt, with auxiliary rows at its last position alone; each
+decode step runs one primary row and its auxiliary rows. There is one KV cache, the primary's.
 """
 
 import time
@@ -28,8 +28,10 @@ class GenerationParams:
 
     max_tokens:  new tokens at most; None: as many as the model has positions for.
     sampling:    how each token is chosen.
-    stop_ids:    token ids that end the text, such as the tokenizer's end-of-text id; they are reported, and give no text.
-    aux:         ``off`` reads p alone: cheaper for each token, another distribution. Refused where there is no trained p.
+    stop_ids:    token ids that end the text, such as the tokenizer's end-of-text id; they are
+                 reported, and give no text.
+    aux:         ``off`` reads p alone: cheaper for each token, another distribution. Refused where
+                 there is no trained p.
     """
 
     max_tokens: int | None = None
@@ -38,12 +40,9 @@ class GenerationParams:
     aux: AuxMode = "on"
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and (
-            type(self.max_tokens) is not int or self.max_tokens < 1
-        ):
-            raise ValueError(
-                f"max_tokens is {self.max_tokens!r}; expected a whole number from 1 up"
-            )
+        limit = self.max_tokens
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise ValueError(f"max_tokens is {limit!r}; expected a whole number from 1 up")
         if self.aux not in ("on", "off"):
             raise ValueError(f"aux is {self.aux!r}; expected 'on' or 'off'")
 
@@ -63,9 +62,11 @@ class Detokenizer(Protocol):
 class TokenEvent:
     """One new token.
 
-    text:   what it adds to the text; "" where a character or a possible stop string is still undecided.
-    log_r:  its log-probability under the model's distribution r, before temperature and cuts, in nats; ``log_p`` and
-            ``log_q`` likewise, None where the model or the aux mode has no such distribution.
+    text:   what it adds to the text; "" where a character or a possible stop string is still
+            undecided.
+    log_r:  its log-probability under the model's distribution r, before temperature and cuts, in
+            nats; ``log_p`` and ``log_q`` likewise, None where the model or the aux mode has no such
+            distribution.
     alpha:  the weight of p in r; None unless r is a mixture.
     """
 
@@ -100,7 +101,7 @@ class Figures:
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """New tokens per second after the first, which belongs to prefill; None where there was no second."""
+        """New tokens per second, the first (prefill's) left out; None: there was no other."""
         return _rate(self.new_tokens - 1, self.decode_seconds)
 
 
@@ -109,7 +110,8 @@ class FinishEvent:
     """The end: always the last event.
 
     text:    what was still held back.
-    reason:  ``stop`` (a stop string or stop id), ``length`` (max_tokens), ``context`` (no positions left).
+    reason:  ``stop`` (a stop string or stop id), ``length`` (max_tokens), ``context`` (no positions
+             left).
     """
 
     text: str
@@ -123,13 +125,15 @@ def generate(
     params: GenerationParams | None = None,
     detokenizer: Detokenizer | None = None,
 ) -> Iterator[TokenEvent | FinishEvent]:
-    """Continue ``prompt_ids``, event by event; what is wrong with the request is raised by the call itself.
+    """Continue ``prompt_ids``, event by event; the call itself raises what is wrong with it.
 
-    A prompt of T tokens leaves room for max_position - T + 1 new ones (the last needs no position of its own); a larger
-    ``max_tokens`` is cut to that, and reported as ``context``. An empty text is generated from the tokenizer's
-    end-of-text id as the prompt. Nothing is kept between calls, so the iterator may be left at any point.
+    A prompt of T tokens leaves room for max_position - T + 1 new ones (the last needs no position
+    of its own); a larger ``max_tokens`` is cut to that, and reported as ``context``. An empty text
+    is generated from the tokenizer's end-of-text id as the prompt. Nothing is kept between calls,
+    so the iterator may be left at any point.
 
-    Raises ``ValueError``: an empty or too long prompt, ids outside the vocabulary, ``aux="off"`` without a trained p.
+    Raises ``ValueError``: an empty or too long prompt, ids outside the vocabulary, ``aux="off"``
+    without a trained p.
     """
     params = params or GenerationParams()
     c = model.config
@@ -139,11 +143,13 @@ def generate(
         )
     if len(prompt_ids) > c.max_position:
         raise ValueError(
-            f"the prompt has {len(prompt_ids):,} tokens, but the model has {c.max_position:,} positions"
+            f"the prompt has {len(prompt_ids):,} tokens, "
+            f"but the model has {c.max_position:,} positions"
         )
     if wrong := [i for i in prompt_ids if not 0 <= i < c.num_real_tokens]:
         raise ValueError(
-            f"the prompt has token id {wrong[0]}, but the vocabulary ends at {c.num_real_tokens - 1}"
+            f"the prompt has token id {wrong[0]}, "
+            f"but the vocabulary ends at {c.num_real_tokens - 1}"
         )
     if params.aux == "off":
         model.require_primary_readout()
@@ -151,12 +157,12 @@ def generate(
 
 
 def aux_off_warning(metrics: dict[str, object]) -> str | None:
-    """What to tell someone who switches the auxiliary off, from a model's recorded losses; None: nothing."""
+    """What switching the auxiliary off costs by a model's recorded losses; None: nothing."""
     r, p = metrics.get("val_loss"), metrics.get("val_loss_p")
     if isinstance(r, (int, float)) and isinstance(p, (int, float)) and p > r:
         return (
-            f"with the auxiliary off this model predicts worse: recorded validation loss {p:.4f} (p alone) "
-            f"against {r:.4f} (r, auxiliary on)"
+            "with the auxiliary off this model predicts worse: "
+            f"recorded validation loss {p:.4f} (p alone) against {r:.4f} (r, auxiliary on)"
         )
     return None
 
@@ -206,7 +212,8 @@ class _Sequence:
         self.cache: ContiguousCache = model.new_cache(max_length)
         self.aux_positions = 0
 
-    # Inference mode must not span a yield: it would stay switched on in the code that consumes the events.
+    # Inference mode must not span a yield: it would stay switched on in the code that consumes the
+    # events.
     @torch.inference_mode()
     def advance(self, ids: list[int]) -> ReadoutLogProbs:
         """Append ``ids`` and return the distributions [1, V] of what follows the last of them."""

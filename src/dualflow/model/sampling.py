@@ -1,8 +1,8 @@
 """From the log-probabilities of the next token to a token.
 
-Order and definitions are Hugging Face's: temperature, then top-k, top-p, min-p, each on what the ones before left.
-Everything here runs in float64 on the CPU, with one uniform number from the request's own generator per
-token: a seed gives the same tokens whatever else runs, and on whichever device the model is.
+Order and definitions are Hugging Face's: temperature, then top-k, top-p, min-p, each on what the
+ones before left. Everything here runs in float64 on the CPU, with one uniform number per token from
+the request's own generator: a seed gives the same tokens whatever else runs, and on any device.
 """
 
 import math
@@ -59,7 +59,7 @@ class Sampler:
             self._generator.manual_seed(params.seed)
 
     def __call__(self, log_probs_V: Tensor) -> int:
-        """The next token id. ``log_probs_V``: log-probabilities [V], -inf for ids that must never come.
+        """The next token id, from log-probabilities [V]; ids at -inf are never chosen.
 
         Raises ``ValueError`` where they are not numbers, as with damaged weights.
         """
@@ -71,7 +71,7 @@ class Sampler:
 
 
 def shape_log_probs(log_probs_V: Tensor, params: SamplingParams) -> Tensor:
-    """The log-probabilities [V] (float64, CPU, summing to one) that are sampled from; what is cut off is -inf.
+    """The log-probabilities [V] to sample from, normalised, float64 on the CPU; -inf is cut off.
 
     Greedy leaves the distribution as it is: only its maximum counts.
     """
@@ -79,7 +79,8 @@ def shape_log_probs(log_probs_V: Tensor, params: SamplingParams) -> Tensor:
     top = scores_V.max()
     if not bool(top.isfinite()):
         raise ValueError(
-            "the model's probabilities are not numbers (NaN); its weights are damaged or overflow this dtype"
+            "the model's probabilities are not numbers (NaN); "
+            "its weights are damaged or overflow this dtype"
         )
     # Measured from the maximum, so that a tiny temperature cannot push every score to -inf.
     scores_V = scores_V - top
@@ -97,7 +98,7 @@ def shape_log_probs(log_probs_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def invert(probs_V: Tensor, uniform: float) -> int:
-    """The token at quantile ``uniform`` in [0, 1) of the distribution ``probs_V`` in the order of the ids.
+    """The token at quantile ``uniform`` in [0, 1) of ``probs_V``, in the order of the ids.
 
     A token of probability zero is never returned.
     """
@@ -109,7 +110,7 @@ def invert(probs_V: Tensor, uniform: float) -> int:
 
 
 def _nucleus(scores_V: Tensor, top_p: float) -> Tensor:
-    """True for the tokens that top-p keeps; of equally probable ones at the edge, those with the lowest ids."""
+    """True where top-p keeps a token; of equally probable ones at the edge, the lowest ids."""
     sorted_V, order_V = scores_V.sort(descending=True, stable=True)
     probs_V = sorted_V.softmax(-1)
     kept_V = probs_V.cumsum(-1) - probs_V < top_p

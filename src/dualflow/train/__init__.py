@@ -1,4 +1,6 @@
-"""Training: one explicit loop over plain configuration. Importing this package does not import torch."""
+"""Training: one explicit loop over plain configuration. Importing this package does not import
+torch.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,15 +36,16 @@ def train(
 ) -> dict[str, Any]:
     """Run ``config`` in ``runs_folder/config.name`` to its end; returns what result.json holds.
 
-    resume:     continue the run that is there, bit for bit (a finished one just returns its result); ``"auto"``: or
-                begin it where there is none.
+    resume:     continue the run that is there, bit for bit (a finished one just returns its
+                result); ``"auto"``: or begin it where there is none.
     overwrite:  replace a run of that name.
-    progress:   ``live``, ``plain``, ``none``, or ``auto``: live in a terminal, plain lines elsewhere; on stderr.
+    progress:   ``live``, ``plain``, ``none``, or ``auto``: live in a terminal, plain lines
+                elsewhere; on stderr.
 
-    Started by torchrun, it trains on all ranks; rank 0 writes. Sets this process's thread count where the
-    configuration names one. SIGINT and SIGTERM finish the step, save, and raise ``TrainingInterrupted``
-    (a ``KeyboardInterrupt``). Raises ``ValueError`` in one line where anything does not fit, or the loss is no
-    longer finite.
+    Started by torchrun, it trains on all ranks; rank 0 writes. Sets this process's thread count
+    where the configuration names one. SIGINT and SIGTERM finish the step, save, and raise
+    ``TrainingInterrupted`` (a ``KeyboardInterrupt``). Raises ``ValueError`` in one line where
+    anything does not fit, or the loss is no longer finite.
     """
     from dualflow.train.loop import run_training
 

@@ -1,9 +1,12 @@
-"""Checkpoints: a model folder with the trainer's state beside it, whole or not there, and exact to the last bit.
+"""Checkpoints: a model folder with the trainer's state beside it, whole or not there, and exact to
+the last bit.
 
 ``checkpoints/step-00000123/`` holds what ``dualflow.checkpoint`` writes plus
 
-* ``trainer.safetensors``: the optimizers' state under ``optimizer/``, the random generators' under ``random/``;
-* ``trainer.json``: step, tokens, seconds, the loader's position, the last validation, the run's identity.
+* ``trainer.safetensors``: the optimizers' state under ``optimizer/``, the random generators' under
+  ``random/``;
+* ``trainer.json``: step, tokens, seconds, the loader's position, the last validation, the run's
+  identity.
 
 ``checkpoints/latest`` names the newest one.
 """
@@ -37,7 +40,8 @@ class Progress:
 
     step:           optimizer steps done.
     tokens:         positions trained on, over all ranks.
-    train_seconds:  wall time spent in optimizer steps; validation, saving and compilation are not in it.
+    train_seconds:  wall time spent in optimizer steps; validation, saving and compilation are not
+                    in it.
     validation:     the last validation's metrics record.
     """
 
@@ -69,9 +73,11 @@ def save_checkpoint(
     tokenizer_json: str | Path | None,
     parallel: Parallel,
 ) -> Path | None:
-    """Write ``step-N``, point ``latest`` at it, remove all but the newest ``train.keep_last``; rank 0 writes.
+    """Write ``step-N``, point ``latest`` at it, remove all but the newest ``train.keep_last``; rank
+    0 writes.
 
-    Every rank calls it: each contributes the state of its random generator. Returns the folder, None on other ranks.
+    Every rank calls it: each contributes the state of its random generator. Returns the folder,
+    None on other ranks.
     """
     tensors = {f"optimizer/{name}": tensor for name, tensor in optimizers.state_tensors().items()}
     tensors |= {f"random/{name}": tensor for name, tensor in random_state(parallel).items()}
@@ -99,7 +105,9 @@ def save_checkpoint(
 
 
 def find_checkpoint(checkpoints: Path) -> Path | None:
-    """The checkpoint to resume from: the one ``latest`` names, else the one of the highest step; None: there is none."""
+    """The checkpoint to resume from: the one ``latest`` names, else the one of the highest step;
+    None: there is none.
+    """
     pointer = checkpoints / "latest"
     if pointer.is_file():
         folder = checkpoints / pointer.read_text(encoding="utf-8").strip()
@@ -112,15 +120,16 @@ def find_checkpoint(checkpoints: Path) -> Path | None:
 def read_checkpoint(folder: Path, config: RunConfig) -> TrainerState:
     """The trainer's state in ``folder``, for a run of ``config``.
 
-    Raises ``ValueError`` where a file is missing or damaged, or where the checkpoint's run differs from ``config`` in
-    anything that decides the losses; the message names those fields.
+    Raises ``ValueError`` where a file is missing or damaged, or where the checkpoint's run differs
+    from ``config`` in anything that decides the losses; the message names those fields.
     """
     path = folder / "trainer.json"
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
         if header["format_version"] != FORMAT_VERSION:
             raise ValueError(
-                f"format_version is {header['format_version']}; this dualflow reads {FORMAT_VERSION}"
+                f"format_version is {header['format_version']}; "
+                f"this dualflow reads {FORMAT_VERSION}"
             )
         progress = Progress(
             step=header["step"],
@@ -141,14 +150,17 @@ def read_checkpoint(folder: Path, config: RunConfig) -> TrainerState:
 
 
 def restore(state: TrainerState, optimizers: Optimizers, parallel: Parallel) -> None:
-    """Put the optimizers and this rank's random generators back where they were when ``state`` was saved."""
+    """Put the optimizers and this rank's random generators back where they were when ``state`` was
+    saved.
+    """
     optimizers.load_state_tensors(_under(state.tensors, "optimizer/"))
     generators = _under(state.tensors, "random/")
     own = generators.get(f"cpu/{parallel.rank}")
     if own is None:
+        ranks = sum(name.startswith("cpu/") for name in generators)
         raise ValueError(
-            f"the checkpoint was saved by {sum(name.startswith('cpu/') for name in generators)} ranks, "
-            f"this is rank {parallel.rank}; resume with as many"
+            f"the checkpoint was saved by {ranks} ranks, now there are {parallel.world_size}; "
+            "resume with as many"
         )
     torch.set_rng_state(own)
     if torch.cuda.is_available() and f"cuda/{parallel.rank}" in generators:
@@ -164,7 +176,9 @@ def random_state(parallel: Parallel) -> dict[str, Tensor]:
 
 
 def losses_of(validation: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A validation record under the names of model folders and results; None where nothing was validated yet."""
+    """A validation record under the names of model folders and results; None where nothing was
+    validated yet.
+    """
     names = {
         "val_loss": "loss",
         "val_loss_p": "loss_p",
@@ -185,7 +199,8 @@ def _check_identity(folder: Path, state: TrainerState, config: RunConfig) -> Non
         if state.config.get(key) != now.get(key)
     ]
     raise ValueError(
-        f"{folder} belongs to a run of another configuration: {', '.join(changed[:5]) or 'it was edited'}; "
+        f"{folder} belongs to a run of another configuration: "
+        f"{', '.join(changed[:5]) or 'it was edited'}; "
         "a run is resumed as it was begun: take these back, or start a new run under another name"
     )
 
@@ -205,7 +220,8 @@ def _steps(checkpoints: Path) -> list[Path]:
 
 
 def _prune(checkpoints: Path, keep: int, newest: Path) -> None:
-    # A checkpoint beyond the newest one is left over from a run that was taken up again at an earlier step.
+    # A checkpoint beyond the newest one is left over from a run that was taken up again at an
+    # earlier step.
     number = int(newest.name.removeprefix("step-"))
     steps = _steps(checkpoints)
     later = [path for path in steps if int(path.name.removeprefix("step-")) > number]

@@ -1,4 +1,6 @@
-"""A training run as plain data: model, data, optimizer, schedule and the loop's own settings. No torch here."""
+"""A training run as plain data: model, data, optimizer, schedule and the loop's own settings. No
+torch here.
+"""
 
 import dataclasses
 import hashlib
@@ -31,15 +33,18 @@ def _require_at_least(config: Any, least: float, *fields: str) -> None:
 class OptimizerConfig:
     """What updates which parameter (``train/optimizers.py`` holds the rule) and how strongly.
 
-    kind:             ``muon``: Muon for hidden matrices, AdamW for all else; ``adamw``: AdamW for everything.
+    kind:             ``muon``: Muon for hidden matrices, AdamW for all else; ``adamw``: AdamW for
+                      everything.
     lr:               peak learning rate of AdamW.
     muon_lr:          peak learning rate of Muon.
     embedding_lr:     peak learning rate of embeddings (a tied head is one); None: ``lr``.
-    weight_decay:     decoupled decay of AdamW's matrices; embeddings, gains, biases and couplings never decay.
+    weight_decay:     decoupled decay of AdamW's matrices; embeddings, gains, biases and couplings
+                      never decay.
     muon_weight_decay: decoupled decay of Muon's matrices; None: ``weight_decay``.
-    muon_lr_adjust:   how Muon scales its step by the shape [rows, columns] of a matrix: ``original`` by
-                      sqrt(max(1, rows / columns)) (Jordan), for a muon_lr near 0.02; ``match_rms_adamw`` by
-                      0.2 sqrt(max(rows, columns)) (Moonshot), for a muon_lr chosen as for AdamW.
+    muon_lr_adjust:   how Muon scales its step by the shape [rows, columns] of a matrix:
+                      ``original`` by sqrt(max(1, rows / columns)) (Jordan), for a muon_lr near
+                      0.02; ``match_rms_adamw`` by 0.2 sqrt(max(rows, columns)) (Moonshot), for a
+                      muon_lr chosen as for AdamW.
     grad_clip:        largest L2 norm of all gradients together; None: no clipping.
     """
 
@@ -75,7 +80,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The course of the learning rate, in optimizer steps; every group's rate is its peak times one factor.
+    """The course of the learning rate, in optimizer steps; every group's rate is its peak times one
+    factor.
 
     kind:            ``wsd``: warm-up, constant, linear decay; ``cosine``: warm-up, half a cosine.
     warmup_steps:    the factor rises linearly and is exactly 1 at this step (counted from 0).
@@ -103,18 +109,20 @@ class TrainConfig:
 
     steps:             optimizer steps of the whole run.
     batch_size:        sequences of one optimizer step, over all ranks.
-    micro_batch_size:  sequences of one forward and backward pass on one rank; None: the rank's whole part. It
-                       bounds memory and does not change the result beyond rounding.
-    precision:         ``bf16`` runs the forward pass under autocast; weights and optimizer state stay float32.
+    micro_batch_size:  sequences of one forward and backward pass on one rank; None: the rank's
+                       whole part. It bounds memory and does not change the result beyond rounding.
+    precision:         ``bf16`` runs the forward pass under autocast; weights and optimizer state
+                       stay float32.
     compile:           ``auto``: torch.compile where a C++ compiler works, else eager with a note.
     activation_checkpointing: keep less for the backward pass and compute it again: memory for time.
     eval_every:        validate every so many steps, and at the end; None: only at the end.
-    eval_batches:      validate on the first ``eval_batches * batch_size`` sequences; None: on all of them.
+    eval_batches:      validate on the first ``eval_batches * batch_size`` sequences; None: on all
+                       of them.
     checkpoint_every:  save every so many steps; None: only when the run is stopped.
     keep_last:         how many of the newest checkpoints are kept.
     log_every:         steps between two lines of metrics.
-    threads:           CPU threads of one rank; None: PyTorch's choice. Results are equal bit for bit only between
-                       runs with the same number of threads.
+    threads:           CPU threads of one rank; None: PyTorch's choice. Results are equal bit for
+                       bit only between runs with the same number of threads.
     tensorboard:       ``auto``: event files beside the metrics where tensorboard is installed.
     wandb_project:     send the metrics to Weights & Biases under this project; None: do not.
     """
@@ -161,7 +169,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         _require(
             re.fullmatch(r"[\w][\w.+=-]*", self.name) is not None,
-            f"name is {self.name!r}; expected letters, digits and _ . + = - (it becomes the run's folder)",
+            f"name is {self.name!r}; expected letters, digits and _ . + = - "
+            "(it becomes the run's folder)",
         )
         _require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 or more, below 2**63")
         _require(
@@ -173,7 +182,8 @@ class RunConfig:
     def identity(self) -> dict[str, Any]:
         """The fields that decide the losses, flat: ``{"optimizer.lr": 0.003, ...}``.
 
-        Left out: the name, and what only decides where, how fast, or how often something is written.
+        Left out: the name, and what only decides where, how fast, or how often something is
+        written.
         """
         flat = _flatten(configuration.to_dict(self))
         free = {"name", "data.cache_dir", *(f"train.{name}" for name in _FREE_TRAIN_FIELDS)}
@@ -184,24 +194,20 @@ class RunConfig:
         return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
 
-_FREE_TRAIN_FIELDS = frozenset(
-    {
-        "micro_batch_size",
-        "compile",
-        "activation_checkpointing",
-        "eval_every",
-        "eval_batches",
-        "checkpoint_every",
-    }
-    | {"keep_last", "log_every", "device", "threads", "tensorboard", "wandb_project"}
-)
+# fmt: off
+_FREE_TRAIN_FIELDS = frozenset({
+    "micro_batch_size", "compile", "activation_checkpointing", "eval_every", "eval_batches",
+    "checkpoint_every", "keep_last", "log_every", "device", "threads", "tensorboard", "wandb_project",
+})
+# fmt: on
 
 
 def read_run_config(path: str | Path, base: RunConfig | None = None) -> RunConfig:
-    """The run a TOML file (or a run's config.json) describes, laid over ``base`` where one is given.
+    """The run a TOML file (or a run's config.json) describes, laid over ``base`` where one is
+    given.
 
-    ``[model]`` may begin with ``preset = "demo"`` (any name of ``spec.PRESETS``); its other keys then override the
-    preset's. Raises ``ConfigError`` that names the key.
+    ``[model]`` may begin with ``preset = "demo"`` (any name of ``spec.PRESETS``); its other keys
+    then override the preset's. Raises ``ConfigError`` that names the key.
     """
     path = Path(path)
     table = _read_json(path) if path.suffix == ".json" else configuration.read_toml(path)
@@ -222,14 +228,16 @@ def read_run_config(path: str | Path, base: RunConfig | None = None) -> RunConfi
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
-    """``config`` fitted to a tokenizer of ``vocab_size`` ids: ids the text cannot have become padding rows.
+    """``config`` fitted to a tokenizer of ``vocab_size`` ids: ids the text cannot have become
+    padding rows.
 
     Raises ``ConfigError`` where the model has too few rows.
     """
     if vocab_size > config.model.num_real_tokens:
         raise ConfigError(
-            f"the data's tokenizer has {vocab_size} ids, but the model embeds {config.model.num_real_tokens} "
-            f"(model.vocab_size); set model.vocab_size to at least {vocab_size}"
+            f"the data's tokenizer has {vocab_size} ids, but the model has room for "
+            f"{config.model.num_real_tokens} (model.vocab_size); "
+            f"set model.vocab_size to at least {vocab_size}"
         )
     if vocab_size == config.model.num_real_tokens:
         return config

@@ -1,4 +1,6 @@
-"""What a person sees of a run: a live line in a terminal, plain lines elsewhere, or nothing. All on stderr."""
+"""What a person sees of a run: a live line in a terminal, plain lines elsewhere, or nothing. All on
+stderr.
+"""
 
 import sys
 import time
@@ -17,7 +19,9 @@ _PLAIN_SECONDS = 2.0
 
 
 class Display(Protocol):
-    """Shows a run: ``note`` at any time, ``begin`` before the first step, ``update`` with every record."""
+    """Shows a run: ``note`` at any time, ``begin`` before the first step, ``update`` with every
+    record.
+    """
 
     def note(self, text: str) -> None: ...
     def begin(self, step: int, total_steps: int) -> None: ...
@@ -79,7 +83,9 @@ class Plain:
 
 
 class Live:
-    """One line that is redrawn: a bar, loss, validation loss, learning rate, tokens per second, time left."""
+    """One line that is redrawn: a bar, loss, validation loss, learning rate, tokens per second,
+    time left.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -115,7 +121,7 @@ class Live:
 
 
 class Remaining:
-    """The time left, judged by the steps since this process began; validation and saving are in it."""
+    """The time left, judged by the steps of this process, validation and saving included."""
 
     def __init__(self, step: int, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -141,7 +147,8 @@ def describe(record: Record) -> str:
             if record.get(f"loss_{name}") is not None
         ]
         return ", ".join(parts)
-    return f"loss {_number(record['loss'])}, lr {record['lr']:.2e}, {record['tokens_per_second']:,.0f} tokens/s"
+    rate = f"{record['tokens_per_second']:,.0f} tokens/s"
+    return f"loss {_number(record['loss'])}, lr {record['lr']:.2e}, {rate}"
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM: the first asks the loop to finish its step and save, the second ends the process at once."""
+"""Ctrl-C and SIGTERM: the first asks the loop to finish its step and save, the second ends the
+process at once.
+"""
 
 import os
 import signal
@@ -10,11 +12,15 @@ from types import FrameType
 from typing import Any, Self
 
 _ECHO_SECONDS = 2.0
-"""torchrun passes a signal on that a terminal has already sent to every process: a repeat this soon is an echo."""
+"""torchrun passes a signal on that a terminal has already sent to every process: a repeat this soon
+is an echo.
+"""
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """A signal stopped the run after it was saved. ``exit_code`` is 130 for Ctrl-C and 143 for SIGTERM."""
+    """A signal stopped the run after it was saved. ``exit_code`` is 130 for Ctrl-C and 143 for
+    SIGTERM.
+    """
 
     def __init__(self, message: str, signal_number: int | None) -> None:
         super().__init__(message)
@@ -23,7 +29,8 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """While entered, catches SIGINT and SIGTERM; outside the main thread, where Python forbids that, it does nothing.
+    """While entered, catches SIGINT and SIGTERM; outside the main thread, where Python forbids
+    that, it does nothing.
 
     received: the number of the first signal, or None so far.
     notify:   called once, from the handler, with what is going to happen.

@@ -1,4 +1,5 @@
-"""Where metrics go: JSON lines always, TensorBoard where it is installed, Weights & Biases where it is asked for.
+"""Where metrics go: JSON lines always, TensorBoard where it is installed, Weights & Biases where it
+is asked for.
 
 A record is ``{"kind": "train" | "validation", "step": ..., "tokens": ..., ...}``; numbers or None.
 """
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 from dualflow.config import to_dict
 from dualflow.extras import find_extra, require_extra
 from dualflow.train.config import RunConfig
+from dualflow.train.run_folder import RunFolder
 
 Record = Mapping[str, Any]
 
@@ -24,7 +26,9 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Appends each record as a line to a file, flushed, so that a killed process loses at most the line in hand."""
+    """Appends each record as a line to a file, flushed, so that a killed process loses at most the
+    line in hand.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -38,11 +42,14 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files for TensorBoard: ``train/loss``, ``validation/loss_p`` and so on, over optimizer steps."""
+    """Event files for TensorBoard: ``train/loss``, ``validation/loss_p`` and so on, over optimizer
+    steps.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         module = require_extra("torch.utils.tensorboard", "train", "TensorBoard logs")
-        # Events from here on were written by the interrupted part of a resumed run and are written again.
+        # Events from here on were written by the interrupted part of a resumed run and are written
+        # again.
         self._writer = module.SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, record: Record) -> None:
@@ -54,7 +61,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project in Weights & Biases; resuming a run continues it there under the same id."""
+    """A run of the project in Weights & Biases; resuming a run continues it there under the same
+    id.
+    """
 
     def __init__(self, project: str, config: RunConfig, folder: Path) -> None:
         wandb = require_extra("wandb", "wandb", "logging to Weights & Biases (train.wandb_project)")
@@ -76,7 +85,9 @@ class WeightsAndBiases:
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """The measured values of a record as ``{"train/loss": 2.5, ...}``, those that are None left out."""
+    """The measured values of a record as ``{"train/loss": 2.5, ...}``, those that are None left
+    out.
+    """
     kind = record["kind"]
     skip = ("kind", "step")
     return {
@@ -86,21 +97,22 @@ def numbers(record: Record) -> dict[str, float]:
     }
 
 
-def open_sinks(config: RunConfig, folder: Path, metrics: Path, step: int) -> list[Sink]:
+def open_sinks(config: RunConfig, folder: RunFolder, step: int) -> list[Sink]:
     """The sinks ``config`` asks for; ``step``: optimizer steps already done.
 
     Raises ``MissingExtraError`` where one is asked for that is not installed.
     """
-    sinks: list[Sink] = [JsonLines(metrics)]
+    sinks: list[Sink] = [JsonLines(folder.metrics)]
     wanted = config.train.tensorboard
     if wanted == "on" or (wanted == "auto" and _has_tensorboard()):
-        sinks.append(TensorBoard(folder / "tensorboard", step + 1))
+        sinks.append(TensorBoard(folder.path / "tensorboard", step + 1))
     if config.train.wandb_project is not None:
-        sinks.append(WeightsAndBiases(config.train.wandb_project, config, folder))
+        sinks.append(WeightsAndBiases(config.train.wandb_project, config, folder.path))
     return sinks
 
 
 def _has_tensorboard() -> bool:
-    # TensorBoard loads all of TensorFlow where it finds it, which takes seconds and prints warnings.
+    # TensorBoard loads all of TensorFlow where it finds it, which takes seconds and prints
+    # warnings.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     return find_extra("torch.utils.tensorboard") is not None

@@ -1,6 +1,7 @@
 """The training loop: step, log, validate, save, until the last step or a signal."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from dualflow.train.display import Display, Style, open_display
 from dualflow.train.interrupt import StopSignals, TrainingInterrupted
 from dualflow.train.machine import choose_device, set_up_machine
 from dualflow.train.parallel import Parallel, join_ranks, leave_ranks
-from dualflow.train.run_folder import Resume, RunFolder, claim, timestamp, write_json
+from dualflow.train.run_folder import Resume, RunFolder, claim, held, timestamp, write_json
 from dualflow.train.schedule import learning_rate_factor
 from dualflow.train.setup import Run, set_up, validation_loader
 from dualflow.train.step import NonFiniteError, StepReport, optimizer_step
@@ -28,18 +29,19 @@ def run_training(
     device = choose_device(config.train.device)
     parallel = join_ranks(device)
     display = open_display(progress if parallel.is_main else "none", config.name)
+    folder = RunFolder(Path(runs_folder) / config.name)
     try:
-        folder = RunFolder(Path(runs_folder) / config.name)
-        resumed = _claim(folder, parallel, resume, overwrite)
-        if resumed and (result := folder.read_result()) is not None:
-            display.note(f"{folder.path} is finished already")
-            return result
-        run = set_up(config, folder, device, parallel, resumed=resumed, note=display.note)
-        try:
-            return _train(run, display)
-        finally:
-            for sink in run.sinks:
-                sink.close()
+        with held(folder) if parallel.is_main else nullcontext():
+            resumed = _claim(folder, parallel, resume, overwrite)
+            if resumed and (result := folder.read_result()) is not None:
+                display.note(f"{folder.path} is finished already")
+                return result
+            run = set_up(config, folder, device, parallel, resumed=resumed, note=display.note)
+            try:
+                return _train(run, display)
+            finally:
+                for sink in run.sinks:
+                    sink.close()
     finally:
         display.close()
         leave_ranks()
@@ -52,13 +54,16 @@ def _claim(folder: RunFolder, parallel: Parallel, resume: Resume, overwrite: boo
 
 
 def _train(run: Run, display: Display) -> dict[str, Any]:
-    """Take the steps that are left; returns the result. Raises ``TrainingInterrupted`` after saving on a signal."""
+    """Take the steps that are left; returns the result. Raises ``TrainingInterrupted`` after saving
+    on a signal.
+    """
     train = run.config.train
     display.begin(run.progress.step, run.total_steps)
     with StopSignals(display.note, echoes=run.parallel.world_size > 1) as signals:
         while True:
             over = run.progress.step == run.total_steps
-            # Asked again here, not at the end of a step, so that a run stopped in between makes up for it.
+            # Asked again here, not at the end of a step, so that a run stopped in between makes up
+            # for it.
             if (over or _due(run, train.eval_every)) and not _is_validated(run):
                 _validate(run, display, signals)
             if run.parallel.any(signals.received is not None):
@@ -79,7 +84,7 @@ def _step(run: Run) -> StepReport:
     run.optimizers.set_factor(learning_rate_factor(state.step, run.total_steps, config.schedule))
     try:
         report = optimizer_step(
-            run.loss_function,
+            run.loss.function,
             run.optimizers,
             next(run.loader),
             step=state.step + 1,
@@ -104,19 +109,21 @@ def _step(run: Run) -> StepReport:
 
 
 def _validate(run: Run, display: Display, signals: StopSignals) -> None:
-    """Measure and log the validation losses; a signal ends it without a record, which a resumed run then makes."""
+    """Measure and log the validation losses; a signal ends it without a record, which a resumed run
+    then makes.
+    """
     loader = validation_loader(run)
     if loader is None:
         return
     loss = validation_loss(
-        run.loss_function,
+        run.loss.function,
         loader,
         micro_batch_size=run.micro_batch_size,
         max_batches=run.config.train.eval_batches,
         autocast=run.autocast,
         parallel=run.parallel,
         stop=lambda: signals.received is not None,
-        grad=run.compiled,
+        grad=run.loss.is_compiled,
     )
     if loss is None:
         return

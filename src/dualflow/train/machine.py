@@ -15,7 +15,9 @@ _KEPT_BYTES = 1 << 30
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device of this rank: ``auto`` prefers CUDA, then Apple's GPU, then the CPU. Raises ``ValueError``."""
+    """The device of this rank: ``auto`` prefers CUDA, then Apple's GPU, then the CPU. Raises
+    ``ValueError``.
+    """
     if wanted == "auto":
         wanted = (
             "cuda"
@@ -38,14 +40,16 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def set_up_machine(config: TrainConfig) -> None:
-    """Set this process's number of CPU threads, and let glibc keep the memory that each step frees."""
+    """Set this process's CPU threads, and let glibc keep the memory that each step frees."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     keep_freed_memory()
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to reuse large blocks instead of giving them back: a step's temporaries then cause no page faults."""
+    """Tell glibc to reuse large blocks instead of giving them back: a step's temporaries then cause
+    no page faults.
+    """
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
@@ -54,7 +58,9 @@ def keep_freed_memory() -> None:
 
 
 def autocast_for(precision: str, device: torch.device) -> Autocast:
-    """The context of the forward pass: bf16 autocast or nothing. Weights and optimizer state are float32 either way."""
+    """The context of the forward pass: bf16 autocast or nothing. Weights and optimizer state are
+    float32 either way.
+    """
     if precision == "bf16":
         return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext

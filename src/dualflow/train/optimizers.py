@@ -2,17 +2,20 @@
 
 The rule, first match wins:
 
-==============  ========================================================================  =======  ======
-group           parameters                                                                by       decay
-==============  ========================================================================  =======  ======
-``hidden``      matrices of the layers (``...layers.N...._proj.weight``), owned ones too  Muon*    yes
-``embeddings``  ``embed_tokens`` and ``embed_positions`` of every flow; a tied head is one AdamW    no
-``vectors``     everything with one dimension: gains, biases, couplings                   AdamW    no
-``matrices``    all that is left: heads, LoRA, the two-softmax control's second state     AdamW    yes
-==============  ========================================================================  =======  ======
+==============  ======================================================  =======  =====
+group           parameters                                              by       decay
+==============  ======================================================  =======  =====
+``hidden``      matrices of the layers (``layers.N...._proj.weight``),  Muon*    yes
+                those a flow owns too
+``embeddings``  ``embed_tokens``, ``embed_positions`` of every flow;    AdamW    no
+                a tied head is an embedding
+``vectors``     whatever has one dimension: gains, biases, couplings    AdamW    no
+``matrices``    what is left: heads, LoRA, the second state of the      AdamW    yes
+                two-softmax control
+==============  ======================================================  =======  =====
 
-(*) AdamW under ``kind = "adamw"``. Frozen parameters are in no group. Muon orthogonalises whole matrices, so it must
-see them whole: under sharded parameters it needs the gathered gradient.
+(*) AdamW under ``kind = "adamw"``. Frozen parameters are in no group. Muon orthogonalises whole
+matrices, so it must see them whole: under sharded parameters it needs the gathered gradient.
 """
 
 import re
@@ -33,7 +36,9 @@ _EMBEDDING = re.compile(r"(^|\.)embed_(tokens|positions)\.weight$")
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that one optimizer updates alike. ``lr`` is the peak rate, before the schedule's factor."""
+    """Parameters that one optimizer updates alike. ``lr`` is the peak rate, before the schedule's
+    factor.
+    """
 
     name: str
     optimizer: OptimizerName
@@ -43,7 +48,9 @@ class ParameterGroup:
 
 
 def group_name(parameter: str, num_dimensions: int) -> str:
-    """The group of the rule above that a parameter belongs to, by its name and number of dimensions."""
+    """The group of the rule above that a parameter belongs to, by its name and number of
+    dimensions.
+    """
     if num_dimensions == 2 and _HIDDEN.search(parameter):
         return "hidden"
     if _EMBEDDING.search(parameter):
@@ -52,7 +59,9 @@ def group_name(parameter: str, num_dimensions: int) -> str:
 
 
 def assign_groups(model: nn.Module, config: OptimizerConfig) -> list[ParameterGroup]:
-    """Every trainable parameter of ``model`` in exactly one group, in the model's order; empty groups are left out."""
+    """Every trainable parameter of ``model`` in exactly one group, in the model's order; empty
+    groups are left out.
+    """
     members: dict[str, list[str]] = {"hidden": [], "embeddings": [], "vectors": [], "matrices": []}
     for name, parameter in _trainable(model).items():
         members[group_name(name, parameter.ndim)].append(name)
@@ -77,18 +86,23 @@ def _settings(name: str, parameters: tuple[str, ...], config: OptimizerConfig) -
 
 
 class Optimizers:
-    """Muon and AdamW stepping together over the groups of one model, with their state by parameter name."""
+    """Muon and AdamW stepping together over the groups of one model, with their state by parameter
+    name.
+    """
 
     def __init__(
         self, model: nn.Module, config: OptimizerConfig, groups: list[ParameterGroup] | None = None
     ):
-        """groups: None takes ``assign_groups``. Raises ``ValueError`` unless they cover what is trainable once."""
+        """groups: None takes ``assign_groups``. Raises ``ValueError`` unless they cover what is
+        trainable once.
+        """
         self.groups = assign_groups(model, config) if groups is None else groups
         self.parameters = _trainable(model)
         check_cover(self.groups, self.parameters)
         self._lr, self._factor = config.lr, 1.0
         self._optimizers: dict[OptimizerName, torch.optim.Optimizer] = {}
-        for name in dict.fromkeys(group.optimizer for group in self.groups):
+        kinds: list[OptimizerName] = [group.optimizer for group in self.groups]
+        for name in dict.fromkeys(kinds):
             own = [self._torch_group(group) for group in self.groups if group.optimizer == name]
             self._optimizers[name] = _build(name, own, config)
 
@@ -128,7 +142,9 @@ class Optimizers:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The whole state as ``{"adamw/NAME/exp_avg": tensor, ...}``: momenta, second moments, step counters."""
+        """The whole state as ``{"adamw/NAME/exp_avg": tensor, ...}``: momenta, second moments, step
+        counters.
+        """
         tensors: dict[str, Tensor] = {}
         for kind, name, parameter in self._owned():
             for key, value in self._optimizers[kind].state.get(parameter, {}).items():
@@ -164,12 +180,15 @@ class Optimizers:
             )
 
     def table(self) -> str:
-        """The groups with their settings and every parameter's name and shape (equal layers in one line), for the log of a run's start."""
+        """The groups with their settings and every parameter's name and shape (equal layers in one
+        line), for the log of a run's start.
+        """
         lines: list[str] = []
         for group in self.groups:
             count = sum(self.parameters[name].numel() for name in group.parameters)
             lines.append(
-                f"{group.name}: {group.optimizer}, peak lr {group.lr:g}, weight decay {group.weight_decay:g}, "
+                f"{group.name}: {group.optimizer}, peak lr {group.lr:g}, "
+                f"weight decay {group.weight_decay:g}, "
                 f"{len(group.parameters)} tensors, {count:,} parameters"
             )
             lines += [f"  {name}" for name in _by_layers(group.parameters, self.parameters)]
@@ -182,13 +201,15 @@ class Optimizers:
 
 
 def check_cover(groups: Iterable[ParameterGroup], trainable: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless every trainable parameter is in exactly one group and nothing else is in any."""
+    """Raise ``ValueError`` unless every trainable parameter is in exactly one group and nothing
+    else is in any.
+    """
     counts = dict.fromkeys(trainable, 0)
     for group in groups:
         for name in group.parameters:
             if name not in counts:
                 raise ValueError(
-                    f"group {group.name!r} holds {name}, which is frozen or not a parameter of the model"
+                    f"group {group.name!r} holds {name}, which is frozen or not in the model"
                 )
             counts[name] += 1
     if missing := [name for name, count in counts.items() if count == 0]:
@@ -221,7 +242,9 @@ def _build(
 
 
 def _by_layers(names: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Names with shapes; those that differ by the layer's number alone as one: ``layers.{0,1,2}.mlp.up_proj...``."""
+    """Names with shapes; those that differ by the layer's number alone as one:
+    ``layers.{0,1,2}.mlp.up_proj...``.
+    """
     layers: dict[tuple[str, str, str], list[str]] = {}
     for name in names:
         before, number, after = (*re.split(r"(?<=layers)\.(\d+)\.", name, maxsplit=1), "", "")[:3]

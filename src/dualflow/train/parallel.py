@@ -1,15 +1,18 @@
-"""Data parallelism, spelled out: every rank holds the whole model, and gradients are summed once per optimizer step.
+"""Data parallelism, spelled out: every rank holds the whole model, and gradients are summed once
+per optimizer step.
 
-No wrapper goes round the model, so parameter names and checkpoints are the same for any number of ranks. Each rank
-divides its loss by the global count of targets, hence the sum over ranks is the gradient of the big batch.
+No wrapper goes round the model, so parameter names and checkpoints are the same for any number of
+ranks. Each rank divides its loss by the global count of targets, hence the sum over ranks is the
+gradient of the big batch.
 
-Sharding (FSDP2) would be another class with these methods, whose ``sum_gradients`` does nothing because the sharded
-backward pass already reduces, and which gathers the tensors that Muon and the checkpoint need whole.
+Sharding (FSDP2) would be another class with these methods, whose ``sum_gradients`` does nothing
+because the sharded backward pass already reduces, and which gathers the tensors that Muon and the
+checkpoint need whole.
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -17,16 +20,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 _BUCKET_ELEMENTS = 25_000_000
-"""Gradients are copied into flat buffers of about this size: few messages, and bounded extra memory."""
+"""Gradients are copied into flat buffers of about this size: few messages, and bounded extra
+memory.
+"""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """This process's place among ``world_size`` ranks, and its device. Every method is a no-op for a single rank."""
+    """This process's place among ``world_size`` ranks, and its device. Every method is a no-op for
+    a single rank.
+    """
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def is_main(self) -> bool:
@@ -46,7 +53,9 @@ class Parallel:
         return bool(self.sum_(torch.tensor(int(flag), device=self.device)) > 0)
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Replace every gradient with its sum over the ranks; all ranks pass the same tensors in the same order."""
+        """Replace every gradient with its sum over the ranks; all ranks pass the same tensors in
+        the same order.
+        """
         if self.world_size == 1:
             return
         for bucket in _buckets(gradients):
@@ -71,7 +80,9 @@ class Parallel:
 
 
 def join_ranks(device: torch.device) -> Parallel:
-    """This process's place as torchrun's environment variables state it; a single rank without them."""
+    """This process's place as torchrun's environment variables state it; a single rank without
+    them.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return Parallel(device=device)

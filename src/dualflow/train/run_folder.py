@@ -1,10 +1,13 @@
-"""The folder of a run: what lies where, who may write into it, and its records of configuration and machine."""
+"""The folder of a run: what lies where, who may write into it, and its records of configuration and
+machine.
+"""
 
 import json
 import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -49,11 +52,13 @@ class RunFolder:
 
 
 def claim(folder: RunFolder, *, resume: Resume, overwrite: bool) -> bool:
-    """Decide what happens to ``folder`` before a run; returns whether the run that is there is to be continued.
+    """Decide what happens to ``folder`` before a run; returns whether the run that is there is to
+    be continued.
 
-    A new run never lands on an old one: it needs an empty place, or ``overwrite``, which removes the old run (and
-    nothing that is not a run). ``resume="auto"`` continues what is there and starts anew where nothing is. Nothing
-    is changed yet: ``write_records`` does that once the run is known to be able to start.
+    A new run never lands on an old one: it needs an empty place, or ``overwrite``, which removes
+    the old run (and nothing that is not a run). ``resume="auto"`` continues what is there and
+    starts anew where nothing is. Nothing is changed yet: ``write_records`` does that once the run
+    is known to be able to start.
     Raises ``ValueError`` with what to do instead.
     """
     if resume and overwrite:
@@ -73,6 +78,31 @@ def claim(folder: RunFolder, *, resume: Resume, overwrite: bool) -> bool:
     return False
 
 
+@contextmanager
+def held(folder: RunFolder) -> Iterator[None]:
+    """Keep other processes from training the same run meanwhile; a killed process lets go by
+    itself.
+
+    Raises ``ValueError`` where another holds it. Without file locks (Windows) it does nothing.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder.path.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.path.parent / f".{folder.path.name}.lock"
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"{folder.path} is being trained by another process") from error
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
 def _what_to_do(folder: RunFolder) -> str:
     if folder.result.exists():
         return (
@@ -80,16 +110,17 @@ def _what_to_do(folder: RunFolder) -> str:
             "or replace the old one with --overwrite"
         )
     return (
-        f"{folder.path} holds an unfinished run; continue it with `dualflow train --resume {folder.path}`, "
-        "or start it anew with --overwrite"
+        f"{folder.path} holds an unfinished run; continue it with "
+        f"`dualflow train --resume {folder.path}`, or start it anew with --overwrite"
     )
 
 
 def write_records(
     folder: RunFolder, config: RunConfig, device: torch.device, ranks: int, *, resumed: bool
 ) -> None:
-    """Write config.json and environment.json; a new run clears what ``claim`` allowed it to replace, a resumed one adds
-    its own entry to the environment."""
+    """Write config.json and environment.json; a new run clears what ``claim`` allowed it to
+    replace, a resumed one adds its own entry to the environment.
+    """
     if folder.is_run() and not resumed:
         shutil.rmtree(folder.path)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -123,7 +154,9 @@ def timestamp() -> str:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Drop what was logged after ``step``, and a last line that was cut short: a resumed run writes them again."""
+    """Drop what was logged after ``step``, and a last line that was cut short: a resumed run writes
+    them again.
+    """
     if path.exists():
         kept = "".join(
             json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step
@@ -158,7 +191,9 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source this package runs from, "-dirty" where it was changed; None for an installed one."""
+    """The commit of the source this package runs from, "-dirty" where it was changed; None for an
+    installed one.
+    """
     package = Path(dualflow.__file__).resolve().parent
     root = package.parent.parent
     if package.parent.name != "src" or not (root / ".git").exists():

@@ -10,7 +10,7 @@ from dualflow.checkpoint.store import load_model
 from dualflow.data import BatchLoader, PreparedData, prepare
 from dualflow.model import CausalLM, build_model
 from dualflow.train.checkpoints import Progress, find_checkpoint, read_checkpoint, restore
-from dualflow.train.compilation import compile_loss
+from dualflow.train.compilation import Loss, compile_loss
 from dualflow.train.config import RunConfig, with_vocabulary
 from dualflow.train.logs import Sink, open_sinks
 from dualflow.train.machine import autocast_for
@@ -47,7 +47,8 @@ class Run:
     """A run between its set-up and its end.
 
     config:       with the model fitted to the data's vocabulary.
-    total_steps:  the step the run ends with: ``train.steps``, or fewer where the data may be read only once.
+    total_steps:  the step the run ends with: ``train.steps``, or fewer where the data may be read
+                  only once.
     saved_step:   the step of the newest checkpoint; None: there is none.
     """
 
@@ -58,8 +59,7 @@ class Run:
     data: PreparedData
     loader: BatchLoader
     model: CausalLM
-    loss_function: LossFunction
-    compiled: bool
+    loss: Loss
     autocast: Autocast
     optimizers: Optimizers
     micro_batch_size: int
@@ -86,7 +86,8 @@ def set_up(
 ) -> Run:
     """Prepare data, build or restore model, optimizers and loader, and write the run's records.
 
-    Raises ``ValueError`` where the configuration does not fit the data, the ranks or the checkpoint.
+    Raises ``ValueError`` where the configuration does not fit the data, the ranks or the
+    checkpoint.
     """
     data = _prepare_data(config, parallel, note)
     config = with_vocabulary(config, data.vocab_size)
@@ -97,36 +98,47 @@ def set_up(
     model = _model(config, checkpoint, device)
     optimizers = Optimizers(model, config.optimizer)
     note(optimizers.table())
-    micro_batch_size = _micro_batch_size(config, parallel)
+    rows = _micro_batch_size(config, parallel)
     autocast = autocast_for(config.train.precision, device)
-    loss_function, how = compile_loss(
+    loss = compile_loss(
         model.loss,
         config.train.compile,
-        lambda loss: _trial(loss, config, micro_batch_size, device, autocast),
+        lambda function: _trial(function, config, rows, device, autocast),
     )
     optimizers.zero_grad()
-    total_steps = config.train.steps
-    if loader.on_end == "stop":
-        total_steps = min(total_steps, loader.batches_per_epoch)
-    note(f"{how}; {_describe(config, total_steps, data)}")
+    total_steps = _total_steps(config, loader)
+    note(f"{loss.note}; {_describe(config, total_steps, data)}")
     if state:
         restore(state, optimizers, parallel)
         loader.load_state_dict(state.loader)
         note(f"resuming at step {state.progress.step}")
     progress = state.progress if state else Progress()
-    sinks: Sequence[Sink] = ()
     if parallel.is_main:
         write_records(folder, config, device, parallel.world_size, resumed=resumed)
         truncate_metrics(folder.metrics, progress.step)
-        sinks = open_sinks(config, folder.path, folder.metrics, progress.step)
     return Run(
-        config, folder, device, parallel, data, loader, model, loss_function, loss_function != model.loss, autocast,
-        optimizers, micro_batch_size, total_steps, progress, progress.step if state else None, sinks,
-    )  # fmt: skip
+        config=config,
+        folder=folder,
+        device=device,
+        parallel=parallel,
+        data=data,
+        loader=loader,
+        model=model,
+        loss=loss,
+        autocast=autocast,
+        optimizers=optimizers,
+        micro_batch_size=rows,
+        total_steps=total_steps,
+        progress=progress,
+        saved_step=progress.step if state else None,
+        sinks=open_sinks(config, folder, progress.step) if parallel.is_main else (),
+    )
 
 
 def _model(config: RunConfig, checkpoint: Path | None, device: torch.device) -> CausalLM:
-    """The model in float32, which the optimizers need to keep small updates: fresh, or as it was saved."""
+    """The model in float32, which the optimizers need to keep small updates: fresh, or as it was
+    saved.
+    """
     if checkpoint:
         model = load_model(checkpoint, device=device, dtype=torch.float32)
     else:
@@ -167,7 +179,9 @@ def _training_loader(config: RunConfig, data: PreparedData, parallel: Parallel) 
 
 
 def validation_loader(run: Run) -> BatchLoader | None:
-    """A fresh pass over this rank's part of the validation split, in order; None where nothing is held out."""
+    """A fresh pass over this rank's part of the validation split, in order; None where nothing is
+    held out.
+    """
     if not run.data.validation.num_windows(run.config.data.sequence_length):
         return None
     return BatchLoader(
@@ -179,6 +193,12 @@ def validation_loader(run: Run) -> BatchLoader | None:
         world_size=run.parallel.world_size,
         shuffle=False,
     )
+
+
+def _total_steps(config: RunConfig, loader: BatchLoader) -> int:
+    if loader.on_end == "stop":
+        return min(config.train.steps, loader.batches_per_epoch)
+    return config.train.steps
 
 
 def _micro_batch_size(config: RunConfig, parallel: Parallel) -> int:
@@ -200,10 +220,12 @@ def _trial(
 def _describe(config: RunConfig, total_steps: int, data: PreparedData) -> str:
     tokens = total_steps * config.train.batch_size * config.data.sequence_length
     passes = tokens / max(1, data.train.num_tokens)
-    text = f"{total_steps} steps, {tokens:,} tokens ({passes:.2f} passes over {data.train.num_tokens:,})"
+    text = f"{total_steps} steps, {tokens:,} tokens "
+    text += f"({passes:.2f} passes over {data.train.num_tokens:,})"
     if total_steps < config.train.steps:
         text += f"; fewer than train.steps {config.train.steps}, because data.on_end is 'stop'"
     warmup = effective_warmup(total_steps, config.schedule)
     if warmup < config.schedule.warmup_steps:
-        text += f"; warm-up shortened from {config.schedule.warmup_steps} to {warmup} steps to fit the run"
+        wanted = config.schedule.warmup_steps
+        text += f"; warm-up shortened from {wanted} to {warmup} steps to fit the run"
     return text

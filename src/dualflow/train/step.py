@@ -1,4 +1,6 @@
-"""One optimizer step: micro-batches whose gradients add up to those of the whole batch, then one update."""
+"""One optimizer step: micro-batches whose gradients add up to those of the whole batch, then one
+update.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,7 +19,9 @@ IGNORED = -100
 
 
 class LossSums(Protocol):
-    """What ``model.loss`` returns: 0-dim tensors, sums over counted targets in nats; p, q None where undefined."""
+    """What ``model.loss`` returns: 0-dim tensors, sums over counted targets in nats; p, q None
+    where undefined.
+    """
 
     @property
     def total(self) -> Tensor: ...
@@ -52,7 +56,7 @@ class NonFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """Mean losses in nats per counted target; None where undefined, or where nothing was counted."""
+    """Mean losses in nats per counted target; None where undefined or nothing was counted."""
 
     r: float | None
     p: float | None
@@ -62,7 +66,7 @@ class MeanLoss:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did. ``grad_norm`` is the L2 norm of all gradients before clipping."""
+    """What an optimizer step did; ``grad_norm`` is the L2 norm of all gradients before clipping."""
 
     loss: MeanLoss
     grad_norm: float
@@ -81,9 +85,9 @@ def optimizer_step(
 ) -> StepReport:
     """Update the weights once from ``batch``, this rank's part of the global batch.
 
-    The loss is the sum over all micro-batches and ranks divided by the number of targets counted in all of them,
-    known before the first backward pass: the mean over tokens of the big batch, however it is split and however
-    unevenly the counted targets lie.
+    The loss is the sum over all micro-batches and ranks divided by the number of targets counted in
+    all of them, known before the first backward pass: the mean over tokens of the big batch,
+    however it is split and however unevenly the counted targets lie.
 
     step: the number of this step, for messages only.
     Raises ``NonFiniteError`` before any weight has changed, on every rank alike.
@@ -103,11 +107,15 @@ def optimizer_step(
         raise NonFiniteError(f"step {step}: the loss is {loss.r}; {_ADVICE}")
     gradients = optimizers.gradients()
     parallel.sum_gradients(gradients)
-    grad_norm = _clip(optimizers, grad_clip)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    grad_norm = float(norm)
     if not math.isfinite(grad_norm):
         raise NonFiniteError(
             f"step {step}: the gradient is not finite in {_non_finite(optimizers)}; {_ADVICE}"
         )
+    if grad_clip is not None:
+        parameters = optimizers.parameters.values()
+        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     optimizers.step()
     return StepReport(loss, grad_norm)
 
@@ -156,18 +164,14 @@ class LossAccumulator:
 def micro_batches(
     batch: Batch, size: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Tokens, targets and document ids of consecutive groups of at most ``size`` sequences, on ``device``."""
+    """Tokens, targets and document ids of consecutive groups of at most ``size`` sequences, on
+    ``device``.
+    """
     documents_BS = batch.document_ids_BS
     for start in range(0, batch.tokens_BS.shape[0], size):
         rows = slice(start, start + size)
         documents = None if documents_BS is None else documents_BS[rows].to(device)
         yield batch.tokens_BS[rows].to(device), batch.targets_BS[rows].to(device), documents
-
-
-def _clip(optimizers: Optimizers, limit: float | None) -> float:
-    """Scale all gradients together down to norm ``limit``; returns the norm they had."""
-    parameters = list(optimizers.parameters.values())
-    return float(torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit))
 
 
 def _non_finite(optimizers: Optimizers) -> str:

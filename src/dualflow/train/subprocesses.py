@@ -1,6 +1,8 @@
-"""A run in a Python process of its own: the OpenMP runtime takes its thread count from the environment, once.
+"""A run in a Python process of its own: the OpenMP runtime takes its thread count from the
+environment, once.
 
-Several runs share a machine this way, each on its own threads, without slowing each other by more threads than cores.
+Several runs share a machine this way, each on its own threads, without slowing each other by more
+threads than cores.
 """
 
 import json
@@ -30,10 +32,12 @@ def train_in_subprocess(
     overwrite: bool = False,
     progress: "Style" = "plain",
 ) -> dict[str, Any]:
-    """As ``dualflow.train.train``, in a fresh process with ``train.threads`` threads; waits for its end.
+    """As ``dualflow.train.train``, in a fresh process with ``train.threads`` threads; waits for its
+    end.
 
-    It may be called from several threads at a time. Ctrl-C in a terminal reaches the process too, which saves and
-    stops. Raises what ``train`` raises: ``TrainingInterrupted``, and ``ValueError`` for every failure.
+    It may be called from several threads at a time. Ctrl-C in a terminal reaches the process too,
+    which saves and stops. Raises what ``train`` raises: ``TrainingInterrupted``, and ``ValueError``
+    for every failure.
     """
     task = {
         "config": configuration.to_dict(config),

@@ -1,4 +1,6 @@
-"""Mean losses of r, p and q over the validation split, the same whatever the micro-batches and ranks."""
+"""Mean losses of r, p and q over the validation split, the same whatever the micro-batches and
+ranks.
+"""
 
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -30,10 +32,11 @@ def validation_loss(
     stop: Callable[[], bool],
     grad: bool,
 ) -> MeanLoss | None:
-    """Losses over the first ``max_batches`` batches (None: all) of this rank's part; None where ``stop`` said so.
+    """Losses over the first ``max_batches`` batches (None: all) of this rank's part; None where
+    ``stop`` said so.
 
-    grad: keep gradients enabled although none are computed: a compiled loss then runs the graph that training already
-          compiled, and needs no second compilation.
+    grad: keep gradients enabled although none are computed: a compiled loss then runs the graph
+          that training already compiled, and needs no second compilation.
     """
     sums = LossAccumulator()
     stopped = False
@@ -52,7 +55,9 @@ def validation_loss(
 def _fill_up(
     rows: tuple[Tensor, Tensor, Tensor | None], size: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Add uncounted sequences up to ``size``: one shape for all micro-batches, hence one compilation."""
+    """Add uncounted sequences up to ``size``: one shape for all micro-batches, hence one
+    compilation.
+    """
     tokens_BS, targets_BS, documents_BS = rows
     missing = size - tokens_BS.shape[0]
     if missing == 0:

@@ -89,7 +89,7 @@ def test_only_old_left_overs_are_swept(tmp_path):
     old, young = tmp_path / ".model.tmp-0000", tmp_path / ".model.tmp-1111"
     old.mkdir()
     young.mkdir()
-    os.utime(old, (time.time() - 7200,) * 2)
+    os.utime(old, (time.time() - 7200, time.time() - 7200))
     fill(tmp_path / "model", "x")
     assert names(tmp_path) == [".model.tmp-1111", "model"]
 

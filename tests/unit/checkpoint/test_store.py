@@ -32,7 +32,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "standard": BASE,
     "standard_tied": dataclasses.replace(BASE, tie_embeddings=True),
     "gpt2_like": dataclasses.replace(
-        BASE, norm="layernorm", position="learned", mlp="gelu", attention_bias=True, mlp_bias=True, qk_norm=True
+        BASE, norm="layernorm", position="learned", mlp="gelu", attention_bias=True, mlp_bias=True,
+        qk_norm=True,
     ),
     "dual": dataclasses.replace(BASE, variant="dual"),
     "dual_tied_head": dataclasses.replace(BASE, variant="dual", tie_embeddings=True),
@@ -40,7 +41,8 @@ CONFIGS: dict[str, ModelConfig] = {
         BASE, variant="dual", aux=AuxConfig(embedding="tied", couplings=())
     ),
     "dual_two_flows": dataclasses.replace(
-        BASE, variant="dual", aux=AuxConfig(num_flows=2, flow_norms="separate", owns=("mlp", "lm_head"))
+        BASE, variant="dual",
+        aux=AuxConfig(num_flows=2, flow_norms="separate", owns=("mlp", "lm_head")),
     ),
     "dual_lora": dataclasses.replace(
         BASE, variant="dual", aux=AuxConfig(owns=("q_proj", "o_proj"), lora_rank=3),
@@ -134,10 +136,11 @@ def test_tensors_kept_in_another_format_stay_in_it(tmp_path):
 def test_values_too_large_for_the_format_asked_for_are_refused(tmp_path):
     model = build(CONFIGS["standard"])
     with torch.no_grad():
-        model.model.norm.weight[0] = 1e5
-        model.model.norm.weight[1] = math.inf
+        dict(model.named_parameters())["model.norm.weight"][0] = 1e5
+        dict(model.named_parameters())["model.norm.weight"][1] = math.inf
     save_model(model, tmp_path / "model")
-    assert load_model(tmp_path / "model", dtype=torch.bfloat16).model.norm.weight[0] == 99840
+    bf16 = load_model(tmp_path / "model", dtype=torch.bfloat16).state_dict()
+    assert bf16["model.norm.weight"][0] == 99840
     with pytest.raises(
         ValueError, match=r"model\.norm\.weight: 1 of 16 values are too large.*1e\+05"
     ):
@@ -156,7 +159,7 @@ def test_tokenizer_and_metrics_come_along(tmp_path):
 
 
 def test_a_path_passed_as_tokenizer_text_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="expected the text of a tokenizer.json, or its Path"):
+    with pytest.raises(ValueError, match=r"expected the text of a tokenizer\.json, or its Path"):
         save_model(build(BASE), tmp_path / "model", tokenizer_json="runs/tokenizer.json")
     assert list(tmp_path.iterdir()) == []
 
@@ -317,11 +320,15 @@ def one_line(caught: pytest.ExceptionInfo[ValueError]) -> str:
 @pytest.mark.parametrize(
     ("config", "found"),
     [
-        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "model_type 'llama' (architectures ['LlamaForCausalLM'])"),
-        ({"architectures": ["FooForCausalLM", "Bar"]}, "no model_type (architectures ['FooForCausalLM', 'Bar'])"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+         "model_type 'llama' (architectures ['LlamaFor"),
+        ({"architectures": ["FooForCausalLM", "Bar"]},
+         "no model_type (architectures ['FooForCausalLM', 'Bar'])"),
         ({}, "no model_type"),
-        ({"model_type": "dualflow", "format_version": 2}, "format_version 2; this dualflow reads 1; it was written by a newer"),
-        ({"model_type": "dualflow", "format_version": "1"}, "format_version '1'; this dualflow reads 1"),
+        ({"model_type": "dualflow", "format_version": 2},
+         "format_version 2; this dualflow reads 1; it was written by a newer"),
+        ({"model_type": "dualflow", "format_version": "1"},
+         "format_version '1'; this dualflow reads 1"),
         ({"model_type": "dualflow"}, "format_version None"),
     ],
 )  # fmt: skip
@@ -333,7 +340,7 @@ def test_other_architectures_and_versions_are_named(tmp_path, config, found):
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"a":' * 100_000, "\ufffe"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"a":' * 100_000, "\ufffe", " " * 2**25])
 def test_a_damaged_config_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="utf-16" if text == "\ufffe" else "utf-8")
     with pytest.raises(ValueError, match=r"config\.json"):
@@ -343,13 +350,15 @@ def test_a_damaged_config_is_named(tmp_path, text):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(
         ValueError,
-        match="there is no folder .*nothing-here; supported: folders of model_type 'dualflow'",
+        match=r"there is no folder .*nothing-here; supported: folders of model_type 'dualflow'",
     ):
         load_model(tmp_path / "nothing-here")
 
 
 def test_what_looks_like_a_hub_name_says_that_nothing_is_downloaded():
-    with pytest.raises(ValueError, match="no folder some-owner/some-model.*hub.*never the network"):
+    with pytest.raises(
+        ValueError, match=r"no folder some-owner/some-model.*hub.*never the network"
+    ):
         load_model("some-owner/some-model")
 
 
@@ -446,7 +455,8 @@ def test_tensors_of_any_layout_come_back(tmp_path):
     base = torch.arange(12.0).reshape(3, 4)
     tensors = {
         "whole": base, "again": base, "row": base[1], "turned": base.T, "empty": torch.zeros(0, 3),
-        "scalar": torch.tensor(7), "state": torch.Generator().get_state(), "bf16": base.bfloat16(), "flag": torch.tensor([True]),
+        "scalar": torch.tensor(7), "state": torch.Generator().get_state(), "bf16": base.bfloat16(),
+        "flag": torch.tensor([True]),
     }  # fmt: skip
     save_tensors(tmp_path / "state.safetensors", tensors, {"step": "3"})
     loaded = load_tensors(tmp_path / "state.safetensors")

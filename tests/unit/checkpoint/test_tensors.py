@@ -1,4 +1,6 @@
-"""Crafted and damaged safetensors files: one error that names file and reason, at once, without memory."""
+"""Crafted and damaged safetensors files: one error that names file and reason, at once, without
+memory.
+"""
 
 import json
 import tracemalloc
@@ -41,16 +43,24 @@ CASES: dict[str, tuple[bytes, str]] = {
     "unknown dtype": (crafted({"a": entry("F99")}, bytes(4)), "unknown dtype 'F99'"),
     "negative size": (crafted({"a": entry(shape=[-1])}, bytes(4)), "'a': the shape"),
     "fractional size": (crafted({"a": entry(shape=[1.0])}, bytes(4)), "'a': the shape"),
-    "sizes whose product wraps 64 bits": (crafted({"a": entry(shape=[2**32, 2**32, 4])}, bytes(4)), "takes"),
+    "sizes whose product wraps 64 bits": (
+        crafted({"a": entry(shape=[2**32, 2**32, 4])}, bytes(4)), "takes"
+    ),
     "one huge size": (crafted({"a": entry(shape=[2**70])}, bytes(4)), "takes"),
     "a thousand axes": (crafted({"a": entry(shape=[1] * 1000)}, bytes(4)), "'a': the shape"),
     "past the end": (crafted({"a": entry(offsets=[0, 4])}, bytes(3)), "cut short"),
     "far past the end": (crafted({"a": entry("U8", [2**50], [0, 2**50])}), "cut short"),
     "backwards": (crafted({"a": entry(offsets=[4, 0])}, bytes(4)), "'a': shape"),
     "negative offset": (crafted({"a": entry(offsets=[-4, 0])}, bytes(4)), "'a': data_offsets"),
-    "overlap": (crafted({"a": entry(), "b": entry(offsets=[2, 6])}, bytes(6)), "'b' at byte 2 overlaps"),
+    "overlap": (
+        crafted({"a": entry(), "b": entry(offsets=[2, 6])}, bytes(6)),
+        "'b' at byte 2 overlaps",
+    ),
     "same bytes twice": (crafted({"a": entry(), "b": entry()}, bytes(4)), "overlaps"),
-    "gap": (crafted({"a": entry(), "b": entry(offsets=[8, 12])}, bytes(12)), "'b' at byte 8 leaves a gap"),
+    "gap": (
+        crafted({"a": entry(), "b": entry(offsets=[8, 12])}, bytes(12)),
+        "'b' at byte 8 leaves a gap",
+    ),
     "bytes to spare": (crafted({"a": entry()}, bytes(5)), "the file holds 5"),
 }  # fmt: skip
 

@@ -16,7 +16,8 @@ from dualflow.model import build_model
 from dualflow.spec import ModelConfig, ReadoutConfig
 
 CONFIG = ModelConfig(
-    variant="dual", vocab_size=259, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_position=64,
+    variant="dual", vocab_size=259, hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16,
+    max_position=64,
 )  # fmt: skip
 
 
@@ -210,9 +211,7 @@ def test_an_interruption_ends_the_line_and_exits_with_130(tmp_path):
 
 def test_without_a_model_the_one_in_the_package_is_used(capfd):
     shipped = Path(sys.modules["dualflow"].__file__ or "").parent / "assets" / "tiny"
-    code, out, err = generate(
-        capfd, "--prompt", "def f(", "--max-tokens", "5", "--temperature", "0"
-    )
+    code, _, err = generate(capfd, "--prompt", "def f(", "--max-tokens", "5", "--temperature", "0")
     if not shipped.is_dir():
         assert code == 2
         assert "no built-in model; name the MODEL" in err

@@ -151,7 +151,9 @@ def test_a_finished_stream_takes_no_more_ids(texts):
 
 @pytest.fixture(scope="module")
 def sentencepiece() -> Tokenizer:
-    """As Llama 2 has it: words begin with a mark, unknown characters are byte tokens, the first space is dropped."""
+    """As Llama 2 has it: words begin with a mark, unknown characters are byte tokens, the first
+    space is dropped.
+    """
     names = [
         "</s>",
         "▁",

@@ -73,7 +73,8 @@ def test_something_is_always_kept_and_padding_never_is(fields):
 
 def test_greedy_takes_the_maximum_whatever_the_cuts():
     log_probs_V = random_log_probs(3)
-    for fields in ({}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.5}):
+    cuts: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 0.5}]
+    for fields in cuts:
         assert Sampler(SamplingParams(temperature=0, **fields))(log_probs_V) == int(
             log_probs_V.argmax()
         )

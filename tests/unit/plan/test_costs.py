@@ -1,4 +1,4 @@
-"""The cost formulas against counts done by hand, the ratios known from the literature, and each other."""
+"""The cost formulas against counts done by hand, known ratios, and each other."""
 
 import dataclasses
 

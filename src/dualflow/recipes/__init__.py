@@ -1,0 +1,26 @@
+"""Named complete runs, as functions that return a configuration; TOML and ``--set`` override fields of it."""
+
+import difflib
+from collections.abc import Callable
+
+from dualflow.recipes.demo import demo
+from dualflow.recipes.matched_tokens import LADDER, matched_tokens
+from dualflow.train.config import RunConfig
+
+__all__ = ["RECIPES", "demo", "matched_tokens", "recipe"]
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "demo-standard": lambda: demo("standard"),
+    "demo-dual": lambda: demo("dual"),
+    **{f"matched-tokens-{name}": lambda name=name: matched_tokens(name) for name in LADDER},
+}
+"""What ``dualflow train --recipe`` knows."""
+
+
+def recipe(name: str) -> RunConfig:
+    """The recipe ``name`` with seed 0; raises ``ValueError`` with the known names."""
+    if name in RECIPES:
+        return RECIPES[name]()
+    close = difflib.get_close_matches(name, RECIPES, n=1)
+    advice = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(RECIPES)}"
+    raise ValueError(f"there is no recipe {name!r}; {advice}")
