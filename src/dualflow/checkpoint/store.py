@@ -111,7 +111,7 @@ def load_model(
             f"the files {len(stored):,} tensors"
         )
     _check_strict(place, _expected_shapes(place, config), headers)
-    model = build_model(config, device=device, dtype=dtype or _main_dtype(stored))
+    model = build_model(config, None, device, dtype or _main_dtype(stored))
     parameters = _stored_tensors(model)
     with torch.no_grad():
         for file in headers:

@@ -122,13 +122,13 @@ def curve_plot(groups: Sequence[Group], axis: Axis) -> Plot:
             shown += [value for point in late for value in (point.low, point.high)]
         if shown:
             _focus(axes, shown)
+            axes.legend(loc="upper right")
         ticker = cast(Any, require_extra("matplotlib.ticker", "plot", "drawing plots"))
         axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=" "))
         axes.set_xlabel("training tokens" if axis == "tokens" else "training FLOPs")
         axes.set_ylabel("validation loss (nats per token)")
         title = "Validation loss over " + axes.get_xlabel()
         axes.set_title(title)
-        axes.legend(loc="upper right")
         several = any(len(group.runs) > 1 for group in groups)
         summary = f"{title}, a line per variant"
         summary += "; bands reach from the lowest to the highest seed." if several else "."

@@ -29,16 +29,17 @@ VARIANTS: dict[Variant, type[CausalLM]] = {
 
 def build_model(
     config: ModelConfig,
-    seed: int = 0,
+    seed: int | None = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> CausalLM:
-    """A freshly initialised model of ``config.variant``. The same seed gives what variants share
-    the same values.
+    """A model of ``config.variant``; equal seeds give what variants share equal values.
+
+    ``seed`` None leaves the parameters to be filled by the caller, as from a checkpoint.
     """
     with torch.device(device):
         model = VARIANTS[config.variant](config)
     model.to(dtype)
-    if torch.device(device).type != "meta":
+    if seed is not None and torch.device(device).type != "meta":
         initialise(model, config, seed)
     return model
