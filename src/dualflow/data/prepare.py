@@ -48,6 +48,7 @@ and those in all (0: not known).
 
 _FORMAT, _VERSION = "dualflow-data", 1
 _DRAFT = ".draft-"
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,10 @@ def _training_texts(
         if split == "train" and (limit is None or document.split_hash <= limit):
             for segment in document.segments:
                 if not segment.control and done < characters:
-                    yield segment.text[: characters - done]
-                    done += len(segment.text)
+                    text = segment.text[: characters - done]
+                    # The library holds a whole piece with an offset per character.
+                    yield from (text[i : i + _PIECE] for i in range(0, len(text), _PIECE))
+                    done += len(text)
             progress("training the tokenizer", min(done, total), total)
         if done >= characters:
             return

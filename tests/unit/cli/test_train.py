@@ -1,0 +1,97 @@
+"""The arguments of ``dualflow train``; whole runs are in tests/e2e/test_resume.py."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dualflow.cli.main import main
+from dualflow.config import to_toml
+from dualflow.testing.runs import tiny_run_config, write_tiny_text
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    config = tiny_run_config(write_tiny_text(tmp_path), "small", train={"steps": 3})
+    Path("run.toml").write_text(to_toml(config))
+    return "run.toml"
+
+
+def test_print_config_is_toml_that_reads_back(run_file: str, capsys) -> None:
+    assert main(["train", run_file, "--set", "train.steps=9", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert tomllib.loads(printed)["train"]["steps"] == 9
+    Path("printed.toml").write_text(printed)
+    assert main(["train", "printed.toml", "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_print_config_does_not_load_torch(run_file: str) -> None:
+    program = (
+        "import sys; from dualflow.cli.main import main; "
+        f"code = main(['train', {run_file!r}, '--print-config']); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(run_file: str, capsys) -> None:
+    before = sorted(Path().iterdir())
+    assert main(["train", run_file, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "parameters: " in shown
+    assert "auxiliary" in shown
+    assert "tokens: 192 = 3 steps x 4 sequences x 16" in shown
+    assert "training FLOPs: " in shown
+    assert "hidden: muon" in shown
+    assert "model.aux.0.embed_tokens.weight [259, 32]" in shown
+    assert sorted(Path().iterdir()) == before
+
+
+def test_training_prints_the_result_and_resuming_a_finished_run_prints_it_again(
+    run_file: str, capsys
+) -> None:
+    assert main(["train", run_file, "--runs", "out"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("small: 3 steps, 192 tokens")
+    assert f"model in {Path('out/small/model')}" in printed
+    assert main(["train", "--resume", "out/small"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["train", run_file, "--runs", "out"]) == 2
+    assert "finished run" in capsys.readouterr().err
+    assert main(["train", run_file, "--runs", "out", "--overwrite"]) == 0
+
+
+def test_a_run_can_be_resumed_by_its_name_and_after_it_was_moved(run_file: str, capsys) -> None:
+    assert main(["train", run_file]) == 0
+    assert main(["train", "--resume", "small"]) == 0
+    Path("runs/small").rename("moved")
+    assert main(["train", "--resume", "moved"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to train: give CONFIG.toml, --recipe NAME or --resume RUN"),
+        (["none.toml"], "cannot read the configuration none.toml"),
+        (["run.toml", "--set", "train.stesp=4"], "train.stesp: unknown key; did you mean 'steps'"),
+        (["run.toml", "--set", "steps"], "expected KEY=VALUE"),
+        (["--resume", "runs/none"], "there is no run in runs/none"),
+        (["run.toml", "--resume", "runs/none"], "leave out CONFIG"),
+        (["run.toml", "--set", "data.source=none.txt"], "none.txt"),
+        (["--recipe", "no-such-recipe"], "no-such-recipe"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    run_file: str, capsys, arguments: list[str], message: str
+) -> None:
+    assert main(["train", *arguments]) == 2
+    shown = capsys.readouterr().err.strip().splitlines()
+    assert len(shown) == 1
+    assert shown[0].startswith("dualflow train: ")
+    assert message in shown[0]
+    assert not Path("runs").exists()
