@@ -1,4 +1,4 @@
-"""``dualflow demo``: train a standard and a Dual-Flow model on the same tokens, compare, generate."""
+"""``dualflow demo``: train a standard and a Dual-Flow model, compare them, generate text."""
 
 import argparse
 from pathlib import Path
@@ -28,14 +28,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="assignments",
         help="override one field of both runs, such as train.steps=100; repeatable",
     )
-    parser.add_argument("--overwrite", action="store_true", help="train again what is there already")
+    parser.add_argument("--overwrite", action="store_true", help="train again what is there")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train both models (or finish what an earlier demo began), compare, and generate a text."""
     from dualflow import config as configuration
-    from dualflow.cli import compare, generate
     from dualflow.cli.console import remarks
+    from dualflow.cli.main import main
     from dualflow.recipes import demo
     from dualflow.train import train
 
@@ -47,9 +47,12 @@ def run(args: argparse.Namespace) -> int:
         train(config, folder, resume=False if args.overwrite else "auto", overwrite=args.overwrite)
         runs.append(str(folder / config.name))
     say.rule("comparison")
-    _verb(compare, [*runs, "--baseline", "standard", "--out", str(folder)])
+    if code := main(["compare", *runs, "--baseline", "standard", "--out", str(folder)]):
+        return code
     say.rule("a text by the Dual-Flow model")
-    _verb(generate, [runs[-1], "--prompt", PROMPT, "--echo", "--max-tokens", "120", "--seed", "0"])
+    words = ["generate", runs[-1], "--prompt", PROMPT, "--echo", "--max-tokens", "120"]
+    if code := main([*words, "--seed", "0"]):
+        return code
     say.print(
         f"\nreport: {folder / 'report.html'}\n"
         f"more text: dualflow generate {runs[-1]} --prompt 'class '",
@@ -57,10 +60,3 @@ def run(args: argparse.Namespace) -> int:
         markup=False,
     )
     return 0
-
-
-def _verb(module, arguments: list[str]) -> None:  # noqa: ANN001
-    """Run another verb as its command line would."""
-    parser = argparse.ArgumentParser()
-    module.configure(parser)
-    module.run(parser.parse_args(arguments))

@@ -1,4 +1,4 @@
-"""Named complete runs, as functions that return a configuration; TOML and ``--set`` override fields of it."""
+"""Named complete runs: functions that return a configuration. TOML and ``--set`` override it."""
 
 import difflib
 from collections.abc import Callable

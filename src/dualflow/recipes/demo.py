@@ -1,4 +1,4 @@
-"""The demo: a standard transformer and a Dual-Flow Transformer on the same tokens, small enough for a laptop."""
+"""The demo: a standard and a Dual-Flow model on the same tokens, small enough for a laptop."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ PRIMARY_LOSS_WEIGHT = 0.3
 
 
 def demo(variant: str, seed: int = 0) -> RunConfig:
-    """``standard`` or ``dual``: the same data order, schedule and shared initial values for equal seeds."""
+    """``standard`` or ``dual``; equal seeds share data order and initial values."""
     model = PRESETS["demo"]
     if variant == "dual":
         model = as_dual(model)

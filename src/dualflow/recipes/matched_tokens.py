@@ -1,4 +1,4 @@
-"""The ablation ladder at matched tokens: from the standard transformer to the full Dual-Flow, and its controls."""
+"""The ablation ladder at matched tokens: from the standard transformer to the full Dual-Flow."""
 
 import dataclasses
 
