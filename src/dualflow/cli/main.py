@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol, cast
 from dualflow import __version__
 from dualflow.extras import MissingExtraError
 
-VERBS = ("demo", "train", "generate", "eval", "compare", "data", "doctor", "bench")
+VERBS = ("demo", "train", "generate", "eval", "compare", "data", "doctor")
 
 DESCRIPTION = "Train, compare and generate with Dual-Flow Transformers."
 EXAMPLES = """\
