@@ -41,31 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="new tokens at most (default: 128)"
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="0 takes the likeliest token (default: 0.8)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="keep the K likeliest tokens (default: 0, all)",
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P",
-        help="keep the fewest tokens that together reach probability P (default: 1, all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P",
-        help="keep tokens at least P times as likely as the likeliest (default: 0, all)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="same seed, same text (default: a new one each time)"
-    )
+    _add_sampling(parser)
     parser.add_argument(
         "--stop",
         action="append",
@@ -90,6 +66,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json", action="store_true", help="write one JSON object with text, tokens and figures"
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Declare how each token is chosen."""
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 takes the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="keep the K likeliest tokens (default: 0, all)",
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P",
+        help="keep the fewest tokens that together reach probability P (default: 1, all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P",
+        help="keep tokens at least P times as likely as the likeliest (default: 0, all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="same seed, same text (default: a new one each time)"
     )
 
 

@@ -68,14 +68,17 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from dualflow.train import train
     from dualflow.train.interrupt import TrainingInterrupted
+    from dualflow.train.parallel import is_main_process
 
     resume = args.resume is not None
     try:
         result = train(config, runs_folder, resume=resume, overwrite=args.overwrite)
     except TrainingInterrupted as stop:
-        print(f"dualflow train: {stop}", file=sys.stderr)
+        if is_main_process():
+            print(f"dualflow train: {stop}", file=sys.stderr)
         return stop.exit_code
-    print(_summary(result, Path(runs_folder) / config.name))
+    if is_main_process():
+        print(_summary(result, Path(runs_folder) / config.name))
     return 0
 
 

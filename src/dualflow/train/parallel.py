@@ -98,6 +98,11 @@ def leave_ranks() -> None:
         dist.destroy_process_group()
 
 
+def is_main_process() -> bool:
+    """Whether this process is rank 0, before and after the ranks are joined too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def local_rank() -> int:
     """Which of this machine's ranks this process is: the index of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))

@@ -90,17 +90,23 @@ def held(folder: RunFolder) -> Iterator[None]:
     except ImportError:
         yield
         return
-    folder.path.parent.mkdir(parents=True, exist_ok=True)
-    path = folder.path.parent / f".{folder.path.name}.lock"
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"{folder.path} is being trained by another process") from error
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    runs = folder.path.parent
+    is_new = not runs.exists()
+    runs.mkdir(parents=True, exist_ok=True)
+    path = runs / f".{folder.path.name}.lock"
+    try:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(f"{folder.path} is being trained by another process") from error
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+    finally:
+        if is_new and not any(runs.iterdir()):  # the run could not even begin
+            runs.rmdir()
 
 
 def _what_to_do(folder: RunFolder) -> str:

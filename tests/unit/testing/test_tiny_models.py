@@ -13,7 +13,7 @@ from dualflow.testing.tensors import random_tokens, tiny_model
 
 
 def options(cls: type) -> dict[str, set[object]]:
-    """The fields that are a ``Literal``, a tuple of one, or a bool, and the values each can take."""
+    """The fields that are a ``Literal``, a tuple of one or a bool, and the values each can take."""
     found: dict[str, set[object]] = {}
     for name, hint in typing.get_type_hints(cls).items():
         if typing.get_origin(hint) is tuple:

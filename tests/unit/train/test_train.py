@@ -1,5 +1,6 @@
 """Whole runs in this process: what a run leaves behind, and what its settings change."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from dualflow.config import override
 from dualflow.data import BatchLoader
 from dualflow.model import build_model
 from dualflow.train import RunConfig, loop, train
+from dualflow.train.compilation import find_cpp_compiler
 from dualflow.train.config import read_run_config
 from dualflow.train.run_folder import read_metrics
 from dualflow.train.step import NonFiniteError
@@ -228,6 +230,29 @@ def test_bf16_keeps_small_updates_in_float32_weights(tmp_path: Path, tiny_run: T
             assert (tensor != fresh[name]).float().mean() > 0.95, name
     exact, rounded = curve(tmp_path / "fp32"), curve(tmp_path / "bf16")
     assert rounded[-1][0] == pytest.approx(exact[-1][0], rel=0.01)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_run_has_the_same_names_and_losses_and_resumes_into_an_eager_one(
+    tmp_path: Path, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    if backend == "inductor" and find_cpp_compiler() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    # Three sequences at a time: neither the batches nor the validation split divide by that.
+    settings = {"steps": 8, "micro_batch_size": 3, "eval_batches": None}
+    train(tiny_run("eager", train=settings), tmp_path, progress="none")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        stop_after(patch, 6)
+        train(tiny_run("compiled", train=settings | {"compile": "on"}), tmp_path, progress="none")
+    train(tiny_run("compiled", train=settings), tmp_path, resume=True, progress="none")
+    eager, compiled = tmp_path / "eager", tmp_path / "compiled"
+    expected = weights(eager / "model")
+    for folder in ("checkpoints/step-00000004", "model"):
+        assert weights(compiled / folder).keys() == expected.keys()
+    for kind in ("train", "validation"):
+        pairs = zip(records(compiled, kind), records(eager, kind), strict=True)
+        assert all(a["loss"] == pytest.approx(b["loss"], rel=1e-4) for a, b in pairs)
 
 
 def test_a_diverged_run_names_the_step_and_keeps_its_last_checkpoint(
