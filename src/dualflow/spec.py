@@ -282,7 +282,7 @@ def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: in
 
 PRESETS: dict[str, ModelConfig] = {
     "demo": ModelConfig(
-        vocab_size=1024, hidden_size=64, num_layers=4, num_heads=2, intermediate_size=192,
+        vocab_size=1024, hidden_size=32, num_layers=4, num_heads=2, intermediate_size=96,
         max_position=1024, tie_embeddings=True,
     ),
     # The paper's NanoGPT setting: 12 layers, D 768, head dim 128, vocabulary 50257 padded to 50304;

@@ -22,11 +22,11 @@ def demo(variant: str, seed: int = 0) -> RunConfig:
         seed=seed,
         model=model,
         data=DataConfig(source="python-stdlib", tokenizer="bpe:1024", sequence_length=256),
-        optimizer=OptimizerConfig(lr=3e-3, muon_lr=0.01, weight_decay=0.0),
-        schedule=ScheduleConfig(warmup_steps=30, decay_fraction=0.5, min_lr_ratio=0.0),
-        train=TrainConfig(
-            steps=700, batch_size=16, eval_every=100, eval_batches=12, log_every=10, threads=2
+        optimizer=OptimizerConfig(
+            lr=0.048, muon_lr=0.015, muon_lr_adjust="match_rms_adamw", weight_decay=0.0
         ),
+        schedule=ScheduleConfig(warmup_steps=30, decay_fraction=0.4, min_lr_ratio=0.0),
+        train=TrainConfig(steps=1000, batch_size=16, eval_every=200, log_every=10, threads=2),
     )
 
 

@@ -18,7 +18,21 @@ def write_tiny_text(folder: Path) -> Path:
     """A file of some 9,000 characters of made-up sentences, the same every time; returns its
     path.
     """
-    words = "the cat sat on a mat and saw how old rain ran over dry sand".split()
+    words = [
+        "the",
+        "cat",
+        "sat",
+        "on",
+        "a",
+        "mat",
+        "and",
+        "saw",
+        "how",
+        "old",
+        "rain",
+        "ran",
+        "over",
+    ]
     draw = random.Random(0)
     sentences = [" ".join(draw.choices(words, k=8)) for _ in range(300)]
     path = folder / "tiny.txt"

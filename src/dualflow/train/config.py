@@ -197,7 +197,8 @@ class RunConfig:
 # fmt: off
 _FREE_TRAIN_FIELDS = frozenset({
     "micro_batch_size", "compile", "activation_checkpointing", "eval_every", "eval_batches",
-    "checkpoint_every", "keep_last", "log_every", "device", "threads", "tensorboard", "wandb_project",
+    "checkpoint_every", "keep_last", "log_every", "device", "threads", "tensorboard",
+    "wandb_project",
 })
 # fmt: on
 

@@ -2,6 +2,7 @@
 stderr.
 """
 
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -19,11 +20,12 @@ _PLAIN_SECONDS = 2.0
 
 
 class Display(Protocol):
-    """Shows a run: ``note`` at any time, ``begin`` before the first step, ``update`` with every
-    record.
+    """Shows a run: ``note`` at any time, ``alert`` from a signal handler, ``begin`` before the
+    first step, ``update`` with every record.
     """
 
     def note(self, text: str) -> None: ...
+    def alert(self, text: str) -> None: ...
     def begin(self, step: int, total_steps: int) -> None: ...
     def update(self, record: Record) -> None: ...
     def close(self) -> None: ...
@@ -42,6 +44,9 @@ class Silent:
     """Shows nothing."""
 
     def note(self, text: str) -> None:
+        pass
+
+    def alert(self, text: str) -> None:
         pass
 
     def begin(self, step: int, total_steps: int) -> None:
@@ -65,6 +70,9 @@ class Plain:
     def note(self, text: str) -> None:
         for line in text.splitlines():
             print(f"{self._name}: {line}", file=sys.stderr, flush=True)
+
+    def alert(self, text: str) -> None:
+        _write_at_once(text)
 
     def begin(self, step: int, total_steps: int) -> None:
         self._remaining = Remaining(step, total_steps)
@@ -99,6 +107,9 @@ class Live:
 
     def note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
+
+    def alert(self, text: str) -> None:
+        _write_at_once(text)
 
     def begin(self, step: int, total_steps: int) -> None:
         self._remaining = Remaining(step, total_steps)
@@ -149,6 +160,13 @@ def describe(record: Record) -> str:
         return ", ".join(parts)
     rate = f"{record['tokens_per_second']:,.0f} tokens/s"
     return f"loss {_number(record['loss'])}, lr {record['lr']:.2e}, {rate}"
+
+
+def _write_at_once(text: str) -> None:
+    """To stderr past Python's buffers, which a signal may have interrupted in the middle of a
+    write.
+    """
+    os.write(2, f"\n{text}\n".encode())
 
 
 def _number(value: float | None) -> str:

@@ -33,7 +33,8 @@ class StopSignals:
     that, it does nothing.
 
     received: the number of the first signal, or None so far.
-    notify:   called once, from the handler, with what is going to happen.
+    notify:   called once, inside the handler, with what is going to happen; it must not use
+              buffers.
     echoes:   whether repeats within two seconds are ignored (see ``_ECHO_SECONDS``).
     """
 

@@ -59,7 +59,7 @@ def _train(run: Run, display: Display) -> dict[str, Any]:
     """
     train = run.config.train
     display.begin(run.progress.step, run.total_steps)
-    with StopSignals(display.note, echoes=run.parallel.world_size > 1) as signals:
+    with StopSignals(display.alert, echoes=run.parallel.world_size > 1) as signals:
         while True:
             over = run.progress.step == run.total_steps
             # Asked again here, not at the end of a step, so that a run stopped in between makes up

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 from dualflow.train.config import ScheduleConfig
@@ -32,7 +34,7 @@ def test_cosine_is_half_way_down_in_the_middle_of_its_decay() -> None:
     rates = factors(101, kind="cosine", warmup_steps=0, min_lr_ratio=0.2)
     assert rates[0] == 1.0
     assert rates[50] == pytest.approx(0.6)
-    assert all(a >= b for a, b in zip(rates, rates[1:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates))
 
 
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])

@@ -232,7 +232,10 @@ def test_bf16_keeps_small_updates_in_float32_weights(tmp_path: Path, tiny_run: T
     assert rounded[-1][0] == pytest.approx(exact[-1][0], rel=0.01)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend",
+    ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+)
 def test_a_compiled_run_has_the_same_names_and_losses_and_resumes_into_an_eager_one(
     tmp_path: Path, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:

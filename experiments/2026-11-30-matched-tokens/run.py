@@ -1,0 +1,57 @@
+"""Train the ablation ladder at matched tokens: every rung of ``recipes/matched_tokens.py``, several seeds.
+
+    python experiments/2026-11-30-matched-tokens/run.py --jobs 2
+
+Each run is a process of its own with one thread; finished runs are kept and interrupted ones continue, so the command
+may be repeated. At the end it writes results.json beside this file; the table and the plot are rendered from that
+alone by ``python -m dualflow.evaluate.experiment results.json --out .``.
+"""
+
+import argparse
+import dataclasses
+import json
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from dualflow.recipes.matched_tokens import LADDER, SEEDS, matched_tokens
+from dualflow.train.subprocesses import train_in_subprocess
+
+HERE = Path(__file__).parent
+COLUMNS = (
+    "seed", "tokens", "val_loss", "val_loss_p", "val_loss_q", "params", "train_flops_per_token",
+    "prefill_flops_per_token", "decode_flops_per_token", "kv_bytes_per_token", "train_seconds",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", default="runs/matched-tokens", help="default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
+    parser.add_argument("--rungs", nargs="+", choices=LADDER, default=list(LADDER))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    args = parser.parse_args()
+    # Seed by seed, so that an experiment stopped early still has whole ladders.
+    tasks = [(seed, rung) for seed in args.seeds for rung in args.rungs]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = {pool.submit(one_run, rung, seed, args.runs): rung for seed, rung in tasks}
+        rows = []
+        for done in as_completed(waiting):
+            rows.append({"variant": waiting[done], **done.result()})
+            print(f"{len(rows)} of {len(tasks)}: {rows[-1]}", flush=True)
+    order = list(LADDER)
+    rows.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
+    (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def one_run(rung: str, seed: int, runs: str) -> dict:
+    """The result columns of one run; trained now, or taken from its folder."""
+    config = matched_tokens(rung, seed)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=1))
+    result = train_in_subprocess(config, runs, resume="auto")
+    folder = Path(runs) / config.name
+    environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    return {**{name: result[name] for name in COLUMNS}, "commit": environment["commit"]}
+
+
+if __name__ == "__main__":
+    main()
