@@ -1,10 +1,11 @@
-"""Train the ablation ladder at matched tokens: every rung of ``recipes/matched_tokens.py``, several seeds.
+"""Train the ablation ladder at matched tokens: ``recipes/matched_tokens.py``, several seeds.
 
     python experiments/2026-11-30-matched-tokens/run.py --jobs 2
 
-Each run is a process of its own with one thread; finished runs are kept and interrupted ones continue, so the command
-may be repeated. At the end it writes results.json beside this file; the table and the plot are rendered from that
-alone by ``python -m dualflow.evaluate.experiment results.json --out .``.
+Each run is a process of its own with one thread; finished runs are kept and interrupted ones
+continue, so the command may be repeated. At the end it writes results.json beside this file; the
+table and the plot are rendered from that alone by
+``python -m dualflow.evaluate.experiment results.json --out .``.
 """
 
 import argparse
