@@ -3,6 +3,7 @@
 Times are wall-clock on the CPU; nothing here waits for an accelerator.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,13 @@ from typing import Protocol
 
 Timed = Callable[[], float]
 """Does the work once and returns the seconds it took; what it prepares first is not counted."""
+
+
+MIN_READING_SECONDS = 0.05
+"""Readings shorter than this are made of several calls."""
+
+_SHORTEST = 1e-4
+"""Seconds; bounds the calls of a reading where one call takes no time at all."""
 
 
 class Watcher(Protocol):
@@ -78,29 +86,34 @@ def paired(
     second: Timed,
     repetitions: int,
     *,
-    warm_ups: int = 1,
+    min_seconds: float = MIN_READING_SECONDS,
     what: str = "",
     watcher: Watcher = SILENT,
 ) -> Samples:
     """``repetitions`` readings of both, in turns; which goes first alternates.
 
-    warm_ups: readings of both that are thrown away before.
+    A reading is the mean over as many calls as take ``min_seconds``, the same number for both, so
+    that the odd interruption does not decide a short one. One call of each is thrown away before.
     Raises ``ValueError`` for fewer than one repetition.
     """
     if repetitions < 1:
         raise ValueError(f"repetitions is {repetitions}; expected at least 1")
-    for _ in range(warm_ups):
-        first()
-        second()
-    pairs: list[tuple[float, float]] = []
+    second()
+    first()
+    calls = max(1, math.ceil(min_seconds / max(first(), _SHORTEST)))
+    readings: list[tuple[float, float]] = []
     for number in range(repetitions):
         watcher.at(what, number, repetitions)
         if number % 2 == 0:
-            a = first()
-            b = second()
+            a = _mean(first, calls)
+            b = _mean(second, calls)
         else:
-            b = second()
-            a = first()
-        pairs.append((a, b))
+            b = _mean(second, calls)
+            a = _mean(first, calls)
+        readings.append((a, b))
     watcher.at(what, repetitions, repetitions)
-    return Samples(tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+    return Samples(tuple(a for a, _ in readings), tuple(b for _, b in readings))
+
+
+def _mean(timed: Timed, calls: int) -> float:
+    return sum(timed() for _ in range(calls)) / calls

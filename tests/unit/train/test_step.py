@@ -78,6 +78,7 @@ def test_the_gradient_is_that_of_the_mean_over_counted_targets() -> None:
     model, oracle = build_model(PRIMARY_LOSS), build_model(PRIMARY_LOSS)
     take_step(model, batch, 2)
     sums = oracle.loss(batch.tokens_BS, batch.targets_BS, None)
+    assert sums.p is not None
     ((sums.r + 0.3 * sums.p) / sums.count).backward()
     assert_close(gradients(model), gradients(oracle))
 
@@ -115,7 +116,7 @@ def test_a_batch_without_targets_changes_nothing_by_its_gradient() -> None:
 def test_a_loss_that_is_no_number_is_an_error_naming_the_step_before_any_weight_changes() -> None:
     model = build_model(tiny_config())
     with torch.no_grad():
-        model.model.norm.weight[0] = math.nan
+        model.get_parameter("model.norm.weight")[0] = math.nan
     before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(NonFiniteError, match=r"step 1: the loss is nan; a lower optimizer\.lr"):
         take_step(model, uneven_batch(), 4)
@@ -125,7 +126,7 @@ def test_a_loss_that_is_no_number_is_an_error_naming_the_step_before_any_weight_
 
 def test_a_gradient_that_is_no_number_is_an_error_naming_its_tensors() -> None:
     model = build_model(tiny_config())
-    model.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    model.get_parameter("model.norm.weight").register_hook(lambda gradient: gradient * math.inf)
     before = model.lm_head.weight.clone()
     with pytest.raises(NonFiniteError, match=r"not finite in model\.norm\.weight;"):
         take_step(model, uneven_batch(), 4)
