@@ -2,22 +2,24 @@
 heads, 2 kv heads).
 """
 
+from typing import Any
+
 import pytest
 import torch
 
 from dualflow.model import BatchKV, CausalLM, build_model
 from dualflow.spec import ModelConfig
 
-transformers = pytest.importorskip("transformers")
+transformers: Any = pytest.importorskip("transformers")
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 64,
     "num_layers": 3,
     "num_heads": 8,
     "intermediate_size": 96,
 }
-HF_SIZES = {
+HF_SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -47,7 +49,7 @@ def our_logits(model: CausalLM, tokens_BS: torch.Tensor) -> torch.Tensor:
     return model.lm_head(out.primary_TD).view(batch, length, -1)
 
 
-def compare(ours: CausalLM, theirs: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+def compare(ours: CausalLM, theirs: Any, state: dict[str, torch.Tensor]) -> None:
     ours.load_state_dict(state)
     tokens = torch.randint(0, 101, (2, 50), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -88,7 +90,7 @@ GPT2_NAMES = {
 }
 
 
-def from_gpt2(theirs: torch.nn.Module, layers: int) -> dict[str, torch.Tensor]:
+def from_gpt2(theirs: Any, layers: int) -> dict[str, torch.Tensor]:
     """GPT-2's tensors under our names; its matrices are stored transposed, q, k and v in one."""
     source = theirs.transformer.state_dict()
     state = {

@@ -60,7 +60,7 @@ def full_sizes() -> Sizes:
             ),
             TrainingCase(
                 name="D 256 × 6 layers", model=MEDIUM, optimizer=recipe.optimizer,
-                batch_size=8, sequence_length=256, eager_repetitions=5, compiled_repetitions=9,
+                batch_size=8, sequence_length=256, eager_repetitions=3, compiled_repetitions=7,
             ),
         ),
         loss_memory=(

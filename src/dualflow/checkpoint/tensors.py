@@ -58,9 +58,15 @@ def save_tensors(
         seen.add(stored.data_ptr())
         independent[name] = stored
     notes = {"format": "pt", **(metadata or {})}
-    write_atomic(
-        Path(path), lambda temporary: safetensors.torch.save_file(independent, temporary, notes)
-    )
+
+    def write(temporary: Path) -> None:
+        # The library makes files that only their owner can read; these are files like any other.
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        safetensors.torch.save_file(independent, temporary, notes)
+        temporary.chmod(mode)
+
+    write_atomic(Path(path), write)
 
 
 def load_tensors(path: str | Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:

@@ -16,8 +16,8 @@ HELP = "continue a text with a trained model"
 
 EXAMPLES = """\
   dualflow generate --prompt 'def main(' --max-tokens 60
-  dualflow generate runs/demo/model --prompt-file start.py --temperature 0 --aux off
-  echo 'import os' | dualflow generate runs/demo --seed 7 --json
+  dualflow generate runs/demo/dual-seed0 --prompt-file start.py --temperature 0 --aux off
+  echo 'import os' | dualflow generate runs/demo/dual-seed0 --seed 7 --json
 """
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")

@@ -15,8 +15,8 @@ Loss = Literal["r", "p", "q"]
 _EXECUTION = {
     "data": {"cache_dir"},
     "train": {
-        "activation_checkpointing", "checkpoint_every", "compile", "device", "eval_batches",
-        "eval_every", "keep_last", "log_every", "micro_batch_size", "tensorboard", "threads",
+        "activation_checkpointing", "checkpoint_every", "compile", "device", "eval_every",
+        "keep_last", "log_every", "micro_batch_size", "tensorboard", "threads",
         "wandb_project",
     },
 }  # fmt: skip

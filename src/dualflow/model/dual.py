@@ -21,8 +21,7 @@ class DualFlowLM(CausalLM):
         self.model.aux.extend(
             AuxModel(config, config.flows, self.lm_head) for _ in range(config.num_flows)
         )
-        kind, weight = config.readout.kind, config.readout.primary_loss_weight
-        self.has_primary_readout = kind != "aux_only" or weight > 0
+        self.has_primary_readout = config.readout.kind != "aux_only"
 
     def embed_aux(self, tokens_A: Tensor) -> Tensor:
         shared = self.model.embed_tokens

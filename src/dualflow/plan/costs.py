@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from dualflow.spec import AuxConfig, ModelConfig, Owned
 
 BACKWARD_PER_FORWARD = 2
-"""The backward of a matrix product is two products of its size: for its input and for its weight."""
+"""The backward of a matrix product is two products of its size: for its input and for its weight.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class FlopBreakdown:
     o:          attention's output projection.
     attention:  scores and weighted values.
     mlp:        the MLP's two or three matrices.
-    head:       the output matrix; for two_softmax also the D × D product that makes the second state.
+    head:       the output matrix; for two_softmax also the D × D product that makes the second
+                state.
     """
 
     qkv: float = 0.0
@@ -94,7 +96,8 @@ def prefill_flops_per_token(config: ModelConfig, context: int) -> float:
 
 
 def decode_flops_per_token(config: ModelConfig, context: int, aux: bool = True) -> float:
-    """FLOPs of one generated token that attends ``context`` keys; ``aux=False``: with the auxiliary switched off.
+    """FLOPs of one generated token that attends ``context`` keys; ``aux=False``: with the auxiliary
+    switched off.
 
     Raises ``ValueError`` where the auxiliary cannot be switched off.
     """
@@ -107,7 +110,9 @@ def train_flops_per_token(config: ModelConfig, context: int) -> float:
 
 
 def kv_bytes_per_token(config: ModelConfig, bytes_per_element: int = 4) -> int:
-    """Bytes a cached token takes over all layers: keys and values of the primary alone, whatever the variant."""
+    """Bytes a cached token takes over all layers: keys and values of the primary alone, whatever
+    the variant.
+    """
     if bytes_per_element < 1:
         raise ValueError(f"bytes_per_element is {bytes_per_element}; expected at least 1")
     return config.num_layers * 2 * config.kv_heads * config.head_size * bytes_per_element
@@ -168,7 +173,9 @@ def _product(rows: int, columns: int) -> int:
 
 
 def _layers(config: ModelConfig, keys: float, writes_kv: bool = True) -> FlopBreakdown:
-    """All layers for one row that attends ``keys`` keys; an auxiliary row writes no key and no value."""
+    """All layers for one row that attends ``keys`` keys; an auxiliary row writes no key and no
+    value.
+    """
     width = config.hidden_size
     query, key = config.num_heads * config.head_size, config.kv_heads * config.head_size
     per_layer = FlopBreakdown(
@@ -181,7 +188,7 @@ def _layers(config: ModelConfig, keys: float, writes_kv: bool = True) -> FlopBre
 
 
 def _head(config: ModelConfig) -> FlopBreakdown:
-    """One head row, padding rows of the vocabulary included: they are multiplied like the others."""
+    """One head row; padding rows of the vocabulary are multiplied like the others."""
     return FlopBreakdown(head=_product(config.hidden_size, config.vocab_size))
 
 
@@ -199,7 +206,9 @@ def _aux(config: ModelConfig, keys: float) -> FlopBreakdown:
 
 
 def _lora(config: ModelConfig, flows: AuxConfig) -> FlopBreakdown:
-    """What the adapters of one flow add; a whole owned matrix costs what the shared one would and adds nothing."""
+    """What the adapters of one flow add; a whole owned matrix costs what the shared one would and
+    adds nothing.
+    """
     width, query = config.hidden_size, config.num_heads * config.head_size
 
     def adapter(owned: Owned, inputs: int, outputs: int, matrices: int = 1) -> int:

@@ -5,13 +5,15 @@ from collections.abc import Callable
 
 from dualflow.recipes.demo import demo
 from dualflow.recipes.matched_tokens import LADDER, matched_tokens
+from dualflow.recipes.shipped import shipped
 from dualflow.train.config import RunConfig
 
-__all__ = ["RECIPES", "demo", "matched_tokens", "recipe"]
+__all__ = ["RECIPES", "demo", "matched_tokens", "recipe", "shipped"]
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "demo-standard": lambda: demo("standard"),
     "demo-dual": lambda: demo("dual"),
+    "shipped": shipped,
     **{f"matched-tokens-{name}": lambda name=name: matched_tokens(name) for name in LADDER},
 }
 """What ``dualflow train --recipe`` knows."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_variants_start_from_the_same_shared_values() -> None:
 
 
 def test_flows_start_apart_from_each_other_and_from_the_primary() -> None:
-    model = build_model(tiny_config("dual", aux=AuxConfig(num_flows=2)))
+    model: Any = build_model(tiny_config("dual", aux=AuxConfig(num_flows=2)))
     first, second = (flow.embed_tokens.weight for flow in model.model.aux)
     assert not torch.equal(first, second)
     assert not torch.equal(first, model.model.embed_tokens.weight)

@@ -1,6 +1,7 @@
 """The one step function: every phase must give what the whole-sequence forward gives."""
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def tokens_of(config: ModelConfig) -> Tensor:
     return random_tokens(config, LENGTH)
 
 
-@pytest.fixture(params=EVERY_KIND.values(), ids=EVERY_KIND.keys())
+@pytest.fixture(params=EVERY_KIND.values(), ids=list(EVERY_KIND))
 def model(request: pytest.FixtureRequest) -> CausalLM:
     return tiny_model(request.param)
 
@@ -144,7 +145,8 @@ def test_cache_is_as_large_as_the_standard_twins() -> None:
 @torch.no_grad()
 def test_an_auxiliary_equal_to_the_primary_reads_the_same_distribution() -> None:
     """E2 = E1 and zero couplings: q = p, so r = p (the state of a retrofit at birth)."""
-    model = build_model(tiny_config("dual", aux=AuxConfig(num_flows=2)), dtype=torch.float64)
+    config = tiny_config("dual", aux=AuxConfig(num_flows=2))
+    model: Any = build_model(config, dtype=torch.float64)
     for flow in model.model.aux:
         flow.embed_tokens.weight.copy_(model.model.embed_tokens.weight)
     out = whole_sequence(model, tokens_of(model.config))
