@@ -14,7 +14,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from dualflow.recipes.matched_tokens import LADDER, SEEDS, matched_tokens
+from dualflow.recipes.matched_tokens import EQUAL_FLOPS, LADDER, SEEDS, matched_tokens
 from dualflow.train.subprocesses import train_in_subprocess
 
 HERE = Path(__file__).parent
@@ -28,7 +28,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", default="runs/matched-tokens", help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
-    parser.add_argument("--rungs", nargs="+", choices=LADDER, default=list(LADDER))
+    rungs = [*LADDER, EQUAL_FLOPS]
+    parser.add_argument("--rungs", nargs="+", choices=rungs, default=rungs)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
     args = parser.parse_args()
     # Seed by seed, so that an experiment stopped early still has whole ladders.
@@ -39,8 +40,7 @@ def main() -> None:
         for done in as_completed(waiting):
             rows.append({"variant": waiting[done], **done.result()})
             print(f"{len(rows)} of {len(tasks)}: {rows[-1]}", flush=True)
-    order = list(LADDER)
-    rows.sort(key=lambda row: (order.index(row["variant"]), row["seed"]))
+    rows.sort(key=lambda row: (rungs.index(row["variant"]), row["seed"]))
     (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 

@@ -64,12 +64,12 @@ def full_sizes() -> Sizes:
             ),
         ),
         loss_memory=(
-            # 128 rows a chunk, the second count of each, is what training takes.
+            # The second count of each is what training takes.
             LossMemoryCase(
                 rows=2048, vocab_size=32768, hidden_size=64, chunk_counts=(4, 16, 64)
             ),
             LossMemoryCase(
-                rows=4096, vocab_size=32768, hidden_size=256, chunk_counts=(4, 32, 128)
+                rows=4096, vocab_size=32768, hidden_size=256, chunk_counts=(4, 32)
             ),
         ),
         inference=(

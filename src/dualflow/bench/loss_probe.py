@@ -16,6 +16,7 @@ from torch import Tensor
 from dualflow.model.readout import read_targets
 from dualflow.ops.mixture import LOGITS_PER_CHUNK, TargetLogProbs, sum_over_chunks
 from dualflow.spec import ReadoutConfig
+from dualflow.train.machine import keep_freed_memory
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -28,6 +29,7 @@ class Probe:
 
     rows_per_chunk: None holds the logits of all rows at once under plain autograd; else as in
                     training: row chunks, recomputed in the backward pass.
+    keep_freed:     let the allocator keep what is freed, as training does for speed.
     """
 
     rows: int
@@ -35,6 +37,7 @@ class Probe:
     hidden_size: int
     rows_per_chunk: int | None
     threads: int
+    keep_freed: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ def run(probe: Probe) -> Reading:
     the peak.
     """
     torch.set_num_threads(probe.threads)
+    if probe.keep_freed:
+        keep_freed_memory()
     small = Probe(rows=4, vocab_size=8, hidden_size=8, rows_per_chunk=2, threads=probe.threads)
     _forward_backward(small, _inputs(small))  # libraries and threads take their memory now
     inputs = _inputs(probe)

@@ -21,8 +21,10 @@ _CAPTIONS = {
     ),
     "loss-memory": (
         "How far resident memory rises above the inputs, forward and backward, each reading in a "
-        "fresh process. Naive holds all logits of both flows at once. Difference: of the value or "
-        "the gradient's norm, whichever is larger."
+        'fresh process, with an allocator that gives back what is freed; "as in training": with '
+        "one that keeps it for speed, and the chunks that training takes. Naive holds all logits "
+        "of both flows at once. Difference: of the value or the gradient's norm, whichever is "
+        "larger."
     ),
     "decode": (
         "Eager, batch 1. Counted: FLOPs by formula. The weights and keys and values read, which "

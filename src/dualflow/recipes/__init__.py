@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable
 
 from dualflow.recipes.demo import demo
-from dualflow.recipes.matched_tokens import LADDER, matched_tokens
+from dualflow.recipes.matched_tokens import EQUAL_FLOPS, LADDER, matched_tokens
 from dualflow.recipes.shipped import shipped
 from dualflow.train.config import RunConfig
 
@@ -14,7 +14,10 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "demo-standard": lambda: demo("standard"),
     "demo-dual": lambda: demo("dual"),
     "shipped": shipped,
-    **{f"matched-tokens-{name}": lambda name=name: matched_tokens(name) for name in LADDER},
+    **{
+        f"matched-tokens-{name}": lambda name=name: matched_tokens(name)
+        for name in (*LADDER, EQUAL_FLOPS)
+    },
 }
 """What ``dualflow train --recipe`` knows."""
 
