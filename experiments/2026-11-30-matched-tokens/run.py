@@ -3,7 +3,7 @@
     python experiments/2026-11-30-matched-tokens/run.py --jobs 2
 
 Each run is a process of its own with one thread; finished runs are kept and interrupted ones
-continue, so the command may be repeated. At the end it writes results.json beside this file; the
+continue, so the command may be repeated. At the end it adds its rows to results.json beside this file; the
 table and the plot are rendered from that alone by
 ``python -m dualflow.evaluate.experiment results.json --out .``.
 """
@@ -34,14 +34,17 @@ def main() -> None:
     args = parser.parse_args()
     # Seed by seed, so that an experiment stopped early still has whole ladders.
     tasks = [(seed, rung) for seed in args.seeds for rung in args.rungs]
+    results = HERE / "results.json"
+    rows = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {pool.submit(one_run, rung, seed, args.runs): rung for seed, rung in tasks}
-        rows = []
-        for done in as_completed(waiting):
-            rows.append({"variant": waiting[done], **done.result()})
-            print(f"{len(rows)} of {len(tasks)}: {rows[-1]}", flush=True)
+        waiting = [pool.submit(one_run, rung, seed, args.runs) for seed, rung in tasks]
+        for number, done in enumerate(as_completed(waiting), 1):
+            row = done.result()
+            print(f"{number} of {len(tasks)}: {row}", flush=True)
+            key = (row["variant"], row["seed"])
+            rows = [old for old in rows if (old["variant"], old["seed"]) != key] + [row]
     rows.sort(key=lambda row: (rungs.index(row["variant"]), row["seed"]))
-    (HERE / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    results.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def one_run(rung: str, seed: int, runs: str) -> dict:
@@ -51,7 +54,8 @@ def one_run(rung: str, seed: int, runs: str) -> dict:
     result = train_in_subprocess(config, runs, resume="auto")
     folder = Path(runs) / config.name
     environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
-    return {**{name: result[name] for name in COLUMNS}, "commit": environment["commit"]}
+    columns = {name: result[name] for name in COLUMNS}
+    return {"variant": rung, **columns, "commit": environment["commit"]}
 
 
 if __name__ == "__main__":

@@ -36,5 +36,6 @@ def matched_tokens(rung: str, seed: int = 0) -> RunConfig:
         full = dataclasses.replace(base.model, **LADDER["full"])
         ratio = train_flops_per_token(full, context) / train_flops_per_token(base.model, context)
         train = dataclasses.replace(train, steps=round(train.steps * ratio))
-    model: ModelConfig = dataclasses.replace(base.model, **LADDER.get(rung, {}))
+    changes = {} if rung == EQUAL_FLOPS else LADDER[rung]
+    model: ModelConfig = dataclasses.replace(base.model, **changes)
     return dataclasses.replace(base, name=f"{rung}-seed{seed}", model=model, train=train)
