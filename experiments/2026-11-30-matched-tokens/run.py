@@ -3,9 +3,9 @@
     python experiments/2026-11-30-matched-tokens/run.py --jobs 2
 
 Each run is a process of its own with one thread; finished runs are kept and interrupted ones
-continue, so the command may be repeated. At the end it adds its rows to results.json beside this file; the
-table and the plot are rendered from that alone by
-``python -m dualflow.evaluate.experiment results.json --out .``.
+continue, so the command may be repeated. At the end it adds its rows to results.json beside this
+file; ``python -m dualflow.evaluate.experiment results.json --out .`` renders table and plot from
+that alone.
 """
 
 import argparse

@@ -27,7 +27,7 @@ MIB = 2**20
 _TIMEOUT_SECONDS = 600
 
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-"""For glibc: blocks from 128 KiB up go back to the system when freed. Other allocators ignore it."""
+"""For glibc: blocks from 128 KiB up go back to the system when freed. Others ignore it."""
 
 
 @dataclass(frozen=True, kw_only=True)
