@@ -73,8 +73,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # a number may have too many digits to be read
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{path} is not valid TOML: {reason}") from error
 
 
 def to_toml(config: Any) -> str:
@@ -106,7 +107,8 @@ def _parse_value(text: str) -> Any:
         return text
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    # Not TOML, more digits than Python reads, or brackets beyond its recursion.
+    except (ValueError, RecursionError):
         return text
     # No field is a date: 2026-01-31 is the name of a run.
     return text if isinstance(value, (datetime.date, datetime.time)) else value
@@ -167,6 +169,8 @@ def _convert(hint: Any, value: Any, path: str, current: Any) -> Any:
         return _with_defaults(hint, value, path, base)  # type: ignore[arg-type]
     elif hint is float and type(value) in (int, float):
         return _finite(value, path)
+    elif hint is int and type(value) is int and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{path}: expected an integer of at most 64 bits, found {value}")
     elif hint is Any or type(value) is hint:
         return value
     raise ConfigError(f"{path}: expected {_name(hint)}, found {_describe(value)}")
@@ -204,7 +208,9 @@ def _name(hint: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    text = repr(value)
+    shown = text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{shown} ({type(value).__name__})"
 
 
 def _join(path: str, key: Any) -> str:

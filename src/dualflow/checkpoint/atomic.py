@@ -22,6 +22,10 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         write(temporary)
         _sync(temporary)
         temporary.replace(path)
+    except OSError as error:
+        if error.strerror and error.filename in (None, str(temporary)):
+            error.filename = str(path)  # the one that people know
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)

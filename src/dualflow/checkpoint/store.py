@@ -139,6 +139,7 @@ def read_metrics(folder: str | Path) -> dict[str, Any]:
 def load_tokenizer_of(folder: str | Path) -> Tokenizer:
     """The tokenizer of a model or run folder. Raises ``ValueError``: it is missing or damaged."""
     place = find_model_folder(folder)
+    read_model_config(place)  # what is no model at all is told first
     if not (place / "tokenizer.json").is_file():
         raise ValueError(
             f"tokenizer.json is missing in {place}: the model can be loaded, but not fed with text"

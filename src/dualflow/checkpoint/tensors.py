@@ -63,7 +63,10 @@ def save_tensors(
         # The library makes files that only their owner can read; these are files like any other.
         temporary.touch()
         mode = temporary.stat().st_mode
-        safetensors.torch.save_file(independent, temporary, notes)
+        try:
+            safetensors.torch.save_file(independent, temporary, notes)
+        except safetensors.SafetensorError as error:  # a full disk is one, which is an OSError
+            raise OSError(f"{path} cannot be written: {error}") from error
         temporary.chmod(mode)
 
     write_atomic(Path(path), write)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol, cast
 from dualflow import __version__
 from dualflow.extras import MissingExtraError
 
-VERBS = ("demo", "train", "generate", "eval", "compare", "data", "doctor")
+VERBS = ("demo", "train", "generate", "eval", "compare", "data", "doctor", "bench")
 
 DESCRIPTION = "Train, compare and generate with Dual-Flow Transformers."
 EXAMPLES = """\
@@ -100,8 +100,8 @@ def _run_verb(name: str, arguments: Sequence[str], debug: bool) -> int:
         # What is still buffered goes nowhere; otherwise Python complains about it on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError, MissingExtraError) as error:
-        if debug:
+    except (ValueError, OSError, MissingExtraError, MemoryError, RuntimeError) as error:
+        if debug or (isinstance(error, RuntimeError) and not _is_out_of_memory(error)):
             raise
         print(f"dualflow {name}: {describe_error(error)}", file=sys.stderr)
         return 2
@@ -114,10 +114,25 @@ def load_verb(name: str) -> Verb:
 
 def describe_error(error: BaseException) -> str:
     """``error`` in one line for the person who typed the command."""
+    if isinstance(error, MemoryError | RuntimeError):
+        detail = " ".join(str(error).split())[:200]
+        return (
+            "not enough memory; make the model, the batch or the windows smaller"
+            + (f" ({detail})" if detail else "")
+        )
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
         return f"{where}{error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch found no memory, which it says with a plain ``RuntimeError`` on a CPU."""
+    text = str(error)
+    return any(
+        sign in text
+        for sign in ("allocate memory", "out of memory", "Storage size calculation overflowed")
+    )
 
 
 def _top_parser(with_verbs: bool) -> Parser:
@@ -174,9 +189,12 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _make_output_safe() -> None:
-    """A terminal that cannot show α or − gets an escape in its place, not an error in the middle of
-    a run.
+    """A terminal that cannot show α or − gets an escape in its place, and an output that is closed
+    takes everything, so neither ends in an error in the middle of a run.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

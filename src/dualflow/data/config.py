@@ -7,6 +7,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 """Control tokens of every tokenizer made here, in id order after the bytes."""
 
 SMALLEST_BPE = 256 + len(SPECIAL_TOKENS)
+LARGEST_BPE = 1_000_000
 
 
 def _require(condition: bool, message: str) -> None:
@@ -91,6 +92,10 @@ def bpe_size(tokenizer: str) -> int | None:
     _require(
         size.isascii() and size.isdigit(),
         f"tokenizer {tokenizer!r}: expected a whole number, such as bpe:1024",
+    )
+    _require(
+        len(size) <= 12 and int(size) <= LARGEST_BPE,
+        f"tokenizer {tokenizer[:40]!r}: expected at most bpe:{LARGEST_BPE}",
     )
     _require(
         int(size) >= SMALLEST_BPE,

@@ -39,7 +39,7 @@ from dualflow.data.tokenizers import (
     tokenizer_file,
     train_bpe,
 )
-from dualflow.folders import cache_folder
+from dualflow.folders import cache_folder, expand_home
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (``reading``, ``training the tokenizer``, ``encoding``), the characters done
@@ -297,7 +297,7 @@ def _publish(draft: Path, folder: Path) -> None:
 
 
 def _cache_root(config: DataConfig) -> Path:
-    return Path(config.cache_dir).expanduser() if config.cache_dir else cache_folder()
+    return expand_home(config.cache_dir) if config.cache_dir else cache_folder()
 
 
 def _key(config: DataConfig, train: Source, validation: Source | None) -> str:

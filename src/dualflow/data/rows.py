@@ -17,8 +17,9 @@ def jsonl_documents(path: Path, text_key: str, messages_key: str) -> Iterator[Do
             where = f"{path} line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where}: not JSON ({error})") from error
+            except (ValueError, RecursionError) as error:
+                reason = "nested too deeply" if isinstance(error, RecursionError) else error
+                raise ValueError(f"{where}: not JSON ({reason})") from error
             if not isinstance(row, dict):
                 raise ValueError(
                     f'{where}: found {type(row).__name__}; expected an object: {{"text": "..."}}'

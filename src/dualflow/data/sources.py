@@ -22,6 +22,7 @@ from typing import Protocol
 from dualflow.data import rows
 from dualflow.data.config import DataConfig
 from dualflow.data.documents import Document
+from dualflow.folders import expand_home
 
 PYTHON_STDLIB = "python-stdlib"
 _ROW_SUFFIXES = {
@@ -124,7 +125,7 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
     train = _open(config, config.source, config.split)
     if config.validation_source is not None:
         return train, _open(config, config.validation_source, config.validation_split)
-    folder = Path(config.source).expanduser()
+    folder = expand_home(config.source)
     if _dataset_splits(folder) and config.validation_split in _dataset_splits(folder):
         return train, _open(config, config.source, config.validation_split)
     return train, None
@@ -133,7 +134,7 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
 def _open(config: DataConfig, source: str, split: str) -> Source:
     if source == PYTHON_STDLIB:
         return _standard_library(config)
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if not path.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected a path on this machine, or "

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from dualflow.data.config import SPECIAL_TOKENS, bpe_size
+from dualflow.folders import expand_home
 
 # How tokenizer files of well-known families call their end of text, most specific first.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -236,7 +237,7 @@ def load_tokenizer(name: str | Path, eos_token: str | None = None) -> Tokenizer:
 
 def tokenizer_file(name: str | Path) -> Path:
     """The ``tokenizer.json`` that a path means; ``FileNotFoundError`` says where it looked."""
-    path = Path(name).expanduser()
+    path = expand_home(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(

@@ -41,11 +41,15 @@ def couple(
         return x_RC
     primary_AC = rows.pinned(rows.primary(x_RC)) if kept_AC is None else kept_AC
     blocks = rows.aux(x_RC).unbind(0)
-    aux = [
+    sums = [
         block if vector is None else block + vector.to(block.dtype) * primary_AC.to(block.dtype)
         for vector, block in zip(vectors, blocks, strict=True)
     ]
-    return rows.join(rows.primary(x_RC), torch.stack(aux))
+    if torch.is_grad_enabled():
+        return rows.join(rows.primary(x_RC), torch.stack(sums))
+    # Without gradients in place, so that the rows of a whole prompt are not copied for one more.
+    rows.aux(x_RC).copy_(torch.stack(sums))
+    return x_RC
 
 
 def project(

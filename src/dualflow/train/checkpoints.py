@@ -6,12 +6,12 @@ the last bit.
 * ``trainer.safetensors``: the optimizers' state under ``optimizer/``, the random generators' under
   ``random/``;
 * ``trainer.json``: step, tokens, seconds, the loader's position, the last validation, the run's
-  identity.
+  identity, a digest of every file of tensors.
 
 ``checkpoints/latest`` names the newest one.
 """
 
-import json
+import hashlib
 import re
 import shutil
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dualflow.checkpoint.atomic import atomic_folder, write_atomic
-from dualflow.checkpoint.locate import is_model_folder
+from dualflow.checkpoint.locate import is_model_folder, read_json
 from dualflow.checkpoint.store import write_model
 from dualflow.checkpoint.tensors import load_tensors, save_tensors
 from dualflow.train.config import RunConfig
@@ -91,6 +91,7 @@ def save_checkpoint(
         save_tensors(temporary / "trainer.safetensors", tensors)
         header = {
             "format_version": FORMAT_VERSION,
+            "digests": _digests(temporary),
             **asdict(progress),
             "loader": dict(loader),
             "fingerprint": config.fingerprint(),
@@ -108,13 +109,12 @@ def find_checkpoint(checkpoints: Path) -> Path | None:
     """The checkpoint to resume from: the one ``latest`` names, else the one of the highest step;
     None: there is none.
     """
-    pointer = checkpoints / "latest"
-    if pointer.is_file():
-        folder = checkpoints / pointer.read_text(encoding="utf-8").strip()
-        if folder.parent == checkpoints and (folder / "trainer.json").is_file():
-            return folder
     whole = [path for path in _steps(checkpoints) if (path / "trainer.json").is_file()]
-    return whole[-1] if whole else None
+    try:
+        named = (checkpoints / "latest").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):  # absent or damaged: the folders speak for themselves
+        named = ""
+    return next((path for path in whole if path.name == named), whole[-1] if whole else None)
 
 
 def read_checkpoint(folder: Path, config: RunConfig) -> TrainerState:
@@ -125,28 +125,73 @@ def read_checkpoint(folder: Path, config: RunConfig) -> TrainerState:
     """
     path = folder / "trainer.json"
     try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-        if header["format_version"] != FORMAT_VERSION:
+        header = read_json(path)
+        if header.get("format_version") != FORMAT_VERSION:
             raise ValueError(
-                f"format_version is {header['format_version']}; "
+                f"format_version is {header.get('format_version')}; "
                 f"this dualflow reads {FORMAT_VERSION}"
             )
-        progress = Progress(
-            step=header["step"],
-            tokens=header["tokens"],
-            train_seconds=header["train_seconds"],
-            validation=header["validation"],
-        )
+        progress = _progress(header)
         tensors = load_tensors(folder / "trainer.safetensors")
+        _check_digests(folder, header.get("digests", {}))
         state = TrainerState(
-            progress, header["loader"], header["config"], header["fingerprint"], tensors
+            progress,
+            _field(header, "loader", dict),
+            _field(header, "config", dict),
+            _field(header, "fingerprint", str),
+            tensors,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path.parent} is not a checkpoint that can be resumed: {error}"
+            f"{path.parent} is not a checkpoint that can be resumed: {error}; "
+            "remove this folder to go on from the checkpoint before it"
         ) from error
     _check_identity(folder, state, config)
     return state
+
+
+def _progress(header: Mapping[str, Any]) -> Progress:
+    validation = _field(header, "validation", dict, type(None))
+    if validation is not None:
+        for name in ("step", "tokens"):
+            _field(validation, name, int)
+        for name in ("loss", "loss_p", "loss_q"):
+            _field(validation, name, int, float, type(None))
+    return Progress(
+        step=_field(header, "step", int),
+        tokens=_field(header, "tokens", int),
+        train_seconds=_field(header, "train_seconds", int, float),
+        validation=validation,
+    )
+
+
+def _field(table: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """``table[name]``, which has to be of one of ``kinds``."""
+    if name not in table:
+        raise ValueError(f"{name} is missing")
+    value = table[name]
+    if type(value) not in kinds:
+        expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"{name} is {value!r}; expected {expected}")
+    return value
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """A hash of each file of tensors: a safetensors file has none, and a flipped bit still loads."""
+    digests: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def _check_digests(folder: Path, saved: Any) -> None:
+    """Refuse files that are not those that were saved; a checkpoint without digests is taken."""
+    if not isinstance(saved, dict):
+        raise ValueError(f"digests is {saved!r}; expected a table")
+    found = _digests(folder)
+    if changed := [name for name in saved if name in found and saved[name] != found[name]]:
+        raise ValueError(f"{changed[0]} is not as it was saved: the file is damaged or was changed")
 
 
 def restore(state: TrainerState, optimizers: Optimizers, parallel: Parallel) -> None:

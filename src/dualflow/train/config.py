@@ -67,7 +67,9 @@ class OptimizerConfig:
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} is {value}; expected more than 0")
         _require_at_least(self, 0, "weight_decay", "muon_weight_decay")
-        _require_at_least(self, 1, "muon_steps")
+        _require(
+            1 <= self.muon_steps < 100, f"muon_steps is {self.muon_steps}; expected 1 to 99"
+        )
         _require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas is {list(self.betas)}; expected two numbers within [0, 1)",
@@ -148,10 +150,18 @@ class TrainConfig:
             self, 1, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_batches"
         )
         _require_at_least(self, 1, "checkpoint_every", "keep_last", "log_every", "threads")
+        # Far beyond any machine, OpenMP ends the whole process instead of raising.
+        _require(
+            self.threads is None or self.threads <= _MOST_THREADS,
+            f"threads is {self.threads}; expected at most {_MOST_THREADS}",
+        )
         _require(
             re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device) is not None,
             f"device is {self.device!r}; expected auto, cpu, mps, cuda or cuda:N",
         )
+
+
+_MOST_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +226,7 @@ def read_run_config(path: str | Path, base: RunConfig | None = None) -> RunConfi
     if isinstance(model, Mapping) and "preset" in model:
         changes = {key: value for key, value in model.items() if key != "preset"}
         try:
-            chosen = spec.preset(model["preset"])
+            chosen = spec.preset(str(model["preset"]))
         except ValueError as error:
             raise ConfigError(f"model.preset: {error}") from error
         table["model"] = configuration.to_dict(configuration.merge(chosen, changes))
@@ -251,8 +261,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{path} is not valid JSON: {reason}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path} holds a JSON {type(table).__name__}; expected an object")
     return table

@@ -17,6 +17,7 @@ import torch
 import dualflow
 from dualflow import config as configuration
 from dualflow.checkpoint.atomic import write_atomic
+from dualflow.checkpoint.locate import read_json
 from dualflow.train.config import RunConfig, read_run_config
 
 Resume = bool | Literal["auto"]
@@ -39,8 +40,17 @@ class RunFolder:
         return read_run_config(self.config)
 
     def read_result(self) -> dict[str, Any] | None:
-        """What the finished run wrote; None for an unfinished one."""
-        return json.loads(self.result.read_text(encoding="utf-8")) if self.result.exists() else None
+        """What the finished run wrote; None for an unfinished one. Raises ``ValueError`` naming the
+        file where it is damaged.
+        """
+        if not self.result.exists():
+            return None
+        result = read_json(self.result)
+        for name in ("steps", "tokens", "train_seconds", "val_loss", "val_loss_p", "val_loss_q"):
+            value = result.get(name, "missing")
+            if not isinstance(value, int | float | None):
+                raise ValueError(f"{self.result}: {name} is {value!r}; expected a number")
+        return result
 
     def is_run(self) -> bool:
         """Whether a run was begun here."""
@@ -133,8 +143,11 @@ def write_records(
     write_json(folder.config, configuration.to_dict(config))
     now = environment(device, ranks)
     if resumed and folder.environment.exists():
-        first = json.loads(folder.environment.read_text(encoding="utf-8"))
-        now = {**first, "resumed": [*first.get("resumed", []), now]}
+        first = read_json(folder.environment)
+        earlier = first.get("resumed", [])
+        if not isinstance(earlier, list):
+            raise ValueError(f"{folder.environment}: resumed is {earlier!r}; expected a list")
+        now = {**first, "resumed": [*earlier, now]}
     write_json(folder.environment, now)
 
 
@@ -171,13 +184,15 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of metrics.jsonl, up to the first line that is not whole."""
-    with path.open(encoding="utf-8") as lines:
+    """The records of metrics.jsonl; what is no record, such as a line cut short, is passed over."""
+    with path.open("rb") as lines:
         for line in lines:
             try:
-                yield json.loads(line)
-            except ValueError:
-                return
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and type(record.get("step")) is int:
+                yield record
 
 
 def write_json(path: Path, value: Any) -> None:
