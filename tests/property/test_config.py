@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dualflow.config import ConfigError, from_dict, merge, override, to_dict, to_toml
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 
 
@@ -37,15 +38,15 @@ inners = st.builds(
     Inner,
     kind=st.sampled_from(["a", "b"]),
     rate=NUMBERS,
-    pair=st.tuples(st.integers(), NUMBERS),
+    pair=st.tuples(INTEGERS, NUMBERS),
     note=st.none() | TEXT,
 )
 outers = st.builds(
     Outer,
     name=TEXT,
-    count=st.integers(),
+    count=INTEGERS,
     flag=st.booleans(),
-    sizes=st.lists(st.integers(), max_size=4).map(tuple),
+    sizes=st.lists(INTEGERS, max_size=4).map(tuple),
     words=st.lists(TEXT, max_size=4).map(tuple),
     inner=inners,
     spare=st.none() | inners,

@@ -67,6 +67,8 @@ def test_defaults_fill_what_is_not_named() -> None:
         ({"name": "a", "lr": float("nan")}, "lr: expected a finite number, found nan"),
         ({"name": "a", "lr": float("inf")}, "lr: expected a finite number, found inf"),
         ({"name": "a", "lr": 10**400}, "lr: expected a finite number, found 1000"),
+        ({"name": "a", "steps": 2**63}, "steps: expected an integer of at most 64 bits, found 922"),
+        ({"name": "a", "steps": "9" * 999}, r"steps: expected an integer, found '9{76}\.\.\. \("),
         ({"name": "a", "compile": 1}, "compile: expected true or false, found 1"),
         ({"name": "a", "layers": 3}, r"layers: expected a list \(an integer each\), found 3"),
         ({"name": "a", "layers": [1, "x"]}, r"layers\[1\]: expected an integer, found 'x'"),
@@ -173,7 +175,16 @@ def test_read_toml(tmp_path: Path) -> None:
     assert read_toml(path) == {"name": "with a byte order mark"}
 
 
-@pytest.mark.parametrize("content", [b"name = ", b"name = 1\nname = 2", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"name = ",
+        b"name = 1\nname = 2",
+        b"\xff\xfe",
+        b"name = " + b"[" * 100_000,
+        b"name = " + b"9" * 10_000,
+    ],
+)
 def test_read_toml_names_the_malformed_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(content)
@@ -191,3 +202,9 @@ def test_read_toml_names_the_missing_file(tmp_path: Path) -> None:
 def test_configurations_cannot_be_changed_in_place() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Run("a").steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", ["[" * 100_000, "9" * 10_000])
+def test_a_value_that_python_cannot_read_is_refused_by_name(value: str) -> None:
+    with pytest.raises(ConfigError, match="steps: expected an integer, found"):
+        override(Run("a"), [f"steps={value}"])

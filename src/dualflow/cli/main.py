@@ -12,8 +12,12 @@ import argparse
 import difflib
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn, Protocol, cast
 
 from dualflow import __version__
@@ -90,7 +94,8 @@ def _run_verb(name: str, arguments: Sequence[str], debug: bool) -> int:
     _add_debug(parser)
     args = parser.parse_args(arguments)
     try:
-        code = verb.run(args)
+        with _clean_interrupts(name):
+            code = verb.run(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -107,6 +112,31 @@ def _run_verb(name: str, arguments: Sequence[str], debug: bool) -> int:
         return 2
 
 
+@contextmanager
+def _clean_interrupts(verb: str) -> Iterator[None]:
+    """Let Ctrl-C end the process at once while torch is being imported.
+
+    An exception raised there may meet C++ code that has no way to pass it on and aborts.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        spec = getattr(sys.modules.get("torch"), "__spec__", None)
+        if getattr(spec, "_initializing", False):
+            os.write(2, f"\ndualflow {verb}: interrupted\n".encode())
+            os._exit(130)
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def load_verb(name: str) -> Verb:
     """The module of the verb ``name``, one of ``VERBS``."""
     return cast(Verb, importlib.import_module(f"dualflow.cli.{name}"))
@@ -116,9 +146,8 @@ def describe_error(error: BaseException) -> str:
     """``error`` in one line for the person who typed the command."""
     if isinstance(error, MemoryError | RuntimeError):
         detail = " ".join(str(error).split())[:200]
-        return (
-            "not enough memory; make the model, the batch or the windows smaller"
-            + (f" ({detail})" if detail else "")
+        return "not enough memory; make the model, the batch or the windows smaller" + (
+            f" ({detail})" if detail else ""
         )
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
@@ -194,7 +223,8 @@ def _make_output_safe() -> None:
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed, as by `>&-`
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, os.fdopen(devnull, "w", encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

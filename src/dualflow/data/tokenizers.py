@@ -24,6 +24,8 @@ from dualflow.folders import expand_home
 
 # How tokenizer files of well-known families call their end of text, most specific first.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+# A crafted file may hold an id so high that the library takes all memory to write it down.
+_LARGEST_VOCABULARY = 1 << 24
 _LONG_TEXT = 1 << 18
 _GROUP = 1 << 20
 
@@ -40,6 +42,11 @@ class Tokenizer:
         # A file may ask for truncation or padding; both would silently change what is trained on.
         backend.no_truncation()
         backend.no_padding()
+        if self.vocab_size > _LARGEST_VOCABULARY:
+            raise ValueError(
+                f"the tokenizer has the id {self.vocab_size - 1}; expected less than "
+                f"{_LARGEST_VOCABULARY}"
+            )
         self.eos_token = eos_token or next(
             (name for name in _EOS_NAMES if self.id_of(name) is not None), None
         )
@@ -68,7 +75,7 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """Rows an embedding needs: the highest id + 1, above the count where ids have gaps."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -26,7 +26,7 @@ def demo(variant: str, seed: int = 0) -> RunConfig:
             lr=0.048, muon_lr=0.015, muon_lr_adjust="match_rms_adamw", weight_decay=0.0
         ),
         schedule=ScheduleConfig(warmup_steps=30, decay_fraction=0.4, min_lr_ratio=0.0),
-        train=TrainConfig(steps=1000, batch_size=16, eval_every=200, log_every=10, threads=2),
+        train=TrainConfig(steps=1000, batch_size=16, eval_every=200, log_every=20, threads=1),
     )
 
 

@@ -177,7 +177,7 @@ def _field(table: Mapping[str, Any], name: str, *kinds: type) -> Any:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """A hash of each file of tensors: a safetensors file has none, and a flipped bit still loads."""
+    """A hash of each file of tensors: the format has none, and a flipped bit still loads."""
     digests: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -265,6 +265,8 @@ def _steps(checkpoints: Path) -> list[Path]:
 
 
 def _prune(checkpoints: Path, keep: int, newest: Path) -> None:
+    for left_over in checkpoints.glob(".step-*.tmp-*"):  # of a process killed while it was saving
+        shutil.rmtree(left_over, ignore_errors=True)
     # A checkpoint beyond the newest one is left over from a run that was taken up again at an
     # earlier step.
     number = int(newest.name.removeprefix("step-"))

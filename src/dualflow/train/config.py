@@ -67,9 +67,7 @@ class OptimizerConfig:
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} is {value}; expected more than 0")
         _require_at_least(self, 0, "weight_decay", "muon_weight_decay")
-        _require(
-            1 <= self.muon_steps < 100, f"muon_steps is {self.muon_steps}; expected 1 to 99"
-        )
+        _require(1 <= self.muon_steps < 100, f"muon_steps is {self.muon_steps}; expected 1 to 99")
         _require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             f"betas is {list(self.betas)}; expected two numbers within [0, 1)",

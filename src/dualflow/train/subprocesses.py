@@ -24,6 +24,72 @@ if TYPE_CHECKING:
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+class TrainingProcess:
+    """A run that goes on in a process of its own, with ``train.threads`` threads.
+
+    apart: whether a terminal's Ctrl-C does not reach it; whoever started it then passes signals on.
+    The other arguments are those of ``dualflow.train.train``.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runs_folder: str | Path = "runs",
+        *,
+        resume: "Resume" = False,
+        overwrite: bool = False,
+        progress: "Style" = "plain",
+        apart: bool = False,
+    ) -> None:
+        task = {
+            "config": configuration.to_dict(config),
+            "runs_folder": str(runs_folder),
+            "resume": resume,
+            "overwrite": overwrite,
+            "progress": progress,
+        }
+        self._name = config.name
+        self._output: str | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(config.train.threads),
+            text=True,
+            start_new_session=apart,
+        )
+        assert self._process.stdin is not None
+        with self._process.stdin as pipe:
+            pipe.write(json.dumps(task))
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.poll() is None
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on; SIGINT and SIGTERM make the run save and stop."""
+        if self.running:
+            self._process.send_signal(number)
+
+    def result(self) -> dict[str, Any]:
+        """Wait for its end; returns or raises what ``train`` does: ``TrainingInterrupted``, and
+        ``ValueError`` for every failure.
+        """
+        if self._output is None:
+            assert self._process.stdout is not None
+            with self._process.stdout as pipe:
+                self._output = pipe.read()
+        answer, code = _answer(self._output), self._process.wait()
+        if "result" in answer:
+            return answer["result"]
+        ended = f"the training process of {self._name} ended with exit code {code}"
+        message = answer.get("error", ended)
+        if code in (130, 143):
+            raise TrainingInterrupted(message, code - 128)
+        raise ValueError(message)
+
+
 def train_in_subprocess(
     config: RunConfig,
     runs_folder: str | Path = "runs",
@@ -32,37 +98,13 @@ def train_in_subprocess(
     overwrite: bool = False,
     progress: "Style" = "plain",
 ) -> dict[str, Any]:
-    """As ``dualflow.train.train``, in a fresh process with ``train.threads`` threads; waits for its
-    end.
+    """As ``dualflow.train.train``, in a fresh process; waits for its end.
 
     It may be called from several threads at a time. Ctrl-C in a terminal reaches the process too,
-    which saves and stops. Raises what ``train`` raises: ``TrainingInterrupted``, and ``ValueError``
-    for every failure.
+    which saves and stops.
     """
-    task = {
-        "config": configuration.to_dict(config),
-        "runs_folder": str(runs_folder),
-        "resume": resume,
-        "overwrite": overwrite,
-        "progress": progress,
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(task),
-        stdout=subprocess.PIPE,
-        env=_environment(config.train.threads),
-        text=True,
-        check=False,
-    )
-    answer = _answer(done.stdout)
-    if "result" in answer:
-        return answer["result"]
-    message = answer.get(
-        "error", f"the training process of {config.name} ended with exit code {done.returncode}"
-    )
-    if done.returncode in (130, 143):
-        raise TrainingInterrupted(message, done.returncode - 128)
-    raise ValueError(message)
+    settings: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "progress": progress}
+    return TrainingProcess(config, runs_folder, **settings).result()
 
 
 def _environment(threads: int | None) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Folders that are whole or not there."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -138,3 +139,12 @@ def test_a_killed_writer_leaves_a_whole_folder(tmp_path):
         found = find_model_folder(target)
         contents = {(found / name).read_text() for name in ("config.json", "b", "c")}
         assert len(contents) == 1
+
+
+def test_a_failed_write_names_the_file_that_people_know(tmp_path):
+    def fail(temporary: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space") as caught:
+        write_atomic(tmp_path / "latest", fail)
+    assert caught.value.filename == str(tmp_path / "latest")

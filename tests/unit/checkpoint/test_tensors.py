@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,3 +122,17 @@ def test_whatever_is_damaged_either_loads_or_is_a_value_error(whole, data):
         load_tensors(path)
     except ValueError as error:
         assert str(path) in str(error)
+
+
+def test_a_full_disk_names_the_file_and_keeps_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    save_tensors(path, {"a": torch.ones(2)})
+
+    def fail(*_: object) -> None:
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", fail)
+    with pytest.raises(OSError, match="model.safetensors cannot be written: .*No space left"):
+        save_tensors(path, {"a": torch.zeros(2)})
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    assert torch.equal(load_tensors(path)["a"], torch.ones(2))

@@ -147,6 +147,13 @@ def test_models_that_are_not_there_are_one_line(capfd, name):
     assert f"there is no folder {name}" in err
 
 
+def test_a_folder_that_holds_no_model_is_told_as_such(capfd, tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    code, _, err = generate(capfd, str(tmp_path), "--prompt", "x")
+    assert code == 2
+    assert "holds no config.json (it holds notes.txt); supported: folders of model_type" in err
+
+
 def test_a_device_that_is_not_there_is_one_line(capfd, model):
     import torch
 

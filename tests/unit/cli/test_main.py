@@ -1,6 +1,7 @@
 """The front door: verbs, help, errors in one line, exit codes."""
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -117,6 +118,9 @@ def test_mistyped_commands_are_one_line_with_the_nearest(
         (PermissionError(13, "Permission denied", "/x"), "/x: Permission denied"),
         (OSError(28, "No space left on device"), "No space left on device"),
         (MissingExtraError("gguf is needed"), "gguf is needed"),
+        (MemoryError("745 GiB"), "not enough memory; make the model, the batch or the windows"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), "not enough memory"),
+        (RuntimeError("Storage size calculation overflowed with sizes=[1]"), "not enough memory"),
     ],
 )
 def test_errors_for_people_are_one_line_and_exit_2(
@@ -143,9 +147,10 @@ def test_debug_after_two_dashes_is_a_word(verb) -> None:
     assert seen == ["--debug"]
 
 
-def test_a_bug_is_not_hidden(verb) -> None:
-    verb(raising(KeyError("x")))
-    with pytest.raises(KeyError):
+@pytest.mark.parametrize("bug", [KeyError("x"), RuntimeError("x")])
+def test_a_bug_is_not_hidden(verb, bug: Exception) -> None:
+    verb(raising(bug))
+    with pytest.raises(type(bug)):
         main(["train"])
 
 
@@ -195,3 +200,36 @@ def test_output_survives_a_terminal_without_unicode() -> None:
     )
     assert done.returncode == 0
     assert b"\\u03b1" in done.stdout
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f"{sys.executable} -m dualflow doctor --json >&- 2>&- <&-"
+    assert subprocess.run(["bash", "-c", command], timeout=60).returncode == 0
+
+
+def test_ctrl_c_while_torch_is_imported_ends_in_one_line() -> None:
+    code = """
+import os, signal, sys, types
+from dualflow.cli import main as front
+def run(args):
+    torch = types.ModuleType("torch")
+    torch.__spec__ = types.SimpleNamespace(_initializing=True)
+    sys.modules["torch"] = torch
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        os.abort()
+    return 0
+front.load_verb = lambda name: types.SimpleNamespace(
+    HELP="", EXAMPLES="x", configure=lambda parser: None, run=run)
+sys.exit(front.main(["train"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (130, "dualflow train: interrupted")
+
+
+def test_the_handler_of_ctrl_c_is_put_back(verb) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    verb(lambda args: 0)
+    assert main(["train"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before

@@ -20,6 +20,8 @@ from dualflow.data.config import DataConfig, bpe_size
         ({"on_end": "spin"}, "on_end is 'spin'; expected 'repeat' or 'stop'"),
         ({"tokenizer": "bpe"}, "such as bpe:1024"),
         ({"tokenizer": "bpe:258"}, "at least bpe:259"),
+        ({"tokenizer": "bpe:1000001"}, "at most bpe:1000000"),
+        ({"tokenizer": "bpe:" + "9" * 10_000}, "at most bpe:1000000"),
         ({"tokenizer": "bpe:many"}, "whole number"),
         ({"tokenizer": "bpe:²"}, "whole number"),
     ],

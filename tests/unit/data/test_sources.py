@@ -186,3 +186,14 @@ def test_a_missing_package_is_a_line_that_names_the_extra(tmp_path, monkeypatch,
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ImportError, match=r"pip install 'dualflow\[data\]'"):
         documents(tmp_path / name)
+
+
+def test_a_home_folder_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    missing = "~no-such-user/text"
+    for config in (
+        DataConfig(source=missing),
+        DataConfig(source=str(tmp_path / "a.txt"), validation_source=missing),
+    ):
+        with pytest.raises(ValueError, match=f"{missing}: there is no such home folder"):
+            open_sources(config)

@@ -213,3 +213,11 @@ def test_what_is_no_tokenizer_is_a_message(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+def test_an_id_so_high_that_writing_it_down_takes_all_memory_is_refused(tmp_path):
+    table = json.loads(bytes_tokenizer().to_json())
+    table["model"]["vocab"]["x"] = 4_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match="has the id 4000000000; expected less than"):
+        load_tokenizer(tmp_path)

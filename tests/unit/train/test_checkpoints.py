@@ -103,7 +103,9 @@ def test_one_left_over_beyond_the_newest_is_removed(tmp_path: Path, config: RunC
     ]
 
 
-@pytest.mark.parametrize("pointer", [None, "", "step-00000099", "../../elsewhere", "/etc"])
+@pytest.mark.parametrize(
+    "pointer", [None, "", "step-00000099", "../../elsewhere", "/etc", "x" * 5000, "a\0b", "\udcff"]
+)
 def test_without_a_good_pointer_the_highest_whole_step_is_taken(
     tmp_path: Path, config: RunConfig, pointer: str | None
 ) -> None:
@@ -112,7 +114,7 @@ def test_without_a_good_pointer_the_highest_whole_step_is_taken(
     (tmp_path / "step-00000009").mkdir()  # not whole
     (tmp_path / "latest").unlink()
     if pointer is not None:
-        (tmp_path / "latest").write_text(pointer)
+        (tmp_path / "latest").write_bytes(pointer.encode(errors="surrogateescape"))
     assert find_checkpoint(tmp_path) == tmp_path / "step-00000008"
 
 
@@ -163,3 +165,58 @@ def test_pickled_state_is_never_run(tmp_path: Path, config: RunConfig) -> None:
             read_checkpoint(folder, config)
         (folder / name).write_bytes(kept)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": "8"},
+        {"tokens": None},
+        {"train_seconds": "long"},
+        {"validation": 3},
+        {"validation": {}},
+        {"loader": 5},
+        {"config": None, "fingerprint": "x"},
+        {"fingerprint": None},
+        {"digests": 3},
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(
+    tmp_path: Path, config: RunConfig, changes: dict[str, object]
+) -> None:
+    folder = save(tmp_path, config, 1)
+    header = json.loads((folder / "trainer.json").read_text())
+    (folder / "trainer.json").write_text(json.dumps(header | changes))
+    with pytest.raises(ValueError, match="cannot|can be resumed") as caught:
+        read_checkpoint(folder, config)
+    assert changes == {"validation": {}} or next(iter(changes)) in str(caught.value)
+    assert "go on from the checkpoint before it" in str(caught.value)
+
+
+def test_a_flipped_bit_in_the_tensors_is_noticed(tmp_path: Path, config: RunConfig) -> None:
+    folder = save(tmp_path, config, 1)
+    for path in folder.glob("*.safetensors"):
+        kept = path.read_bytes()
+        path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        with pytest.raises(ValueError, match=f"{path.name} is not as it was saved"):
+            read_checkpoint(folder, config)
+        path.write_bytes(kept)
+    read_checkpoint(folder, config)
+
+
+def test_a_checkpoint_saved_before_there_were_digests_is_resumed(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    folder = save(tmp_path, config, 1)
+    header = json.loads((folder / "trainer.json").read_text())
+    del header["digests"]
+    (folder / "trainer.json").write_text(json.dumps(header))
+    assert read_checkpoint(folder, config).progress.step == 1
+
+
+def test_what_a_process_killed_while_saving_left_is_removed(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    (tmp_path / ".step-00000003.tmp-12345678").mkdir()
+    save(tmp_path, config, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000004"]

@@ -58,6 +58,7 @@ def test_toml_is_laid_over_a_base(tmp_path: Path, tiny_run: TinyRun) -> None:
     ("text", "message"),
     [
         ('[model]\npreset = "demmo"\n[train]\nsteps = 1', "model.preset: unknown preset 'demmo'"),
+        ("[model]\npreset = [1]\n[train]\nsteps = 1", "model.preset: unknown preset"),
         ('[model]\npreset = "demo"\n[train]\nstps = 1', "train.stps: unknown key; did you mean"),
         ('[model]\npreset = "demo"\n[train]\nsteps = 0', "train: steps is 0; expected at least 1"),
         ('[model]\npreset = "demo"\n[train]\nsteps = 1.5', "train.steps: expected an integer"),
@@ -79,9 +80,10 @@ def test_a_missing_or_broken_json_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ConfigError, match="expected an object"):
         read_run_config(tmp_path / "list.json")
-    (tmp_path / "cut.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        read_run_config(tmp_path / "cut.json")
+    for text in ("{", '{"a":' + "[" * 100_000):
+        (tmp_path / "cut.json").write_text(text)
+        with pytest.raises(ConfigError, match="not valid JSON"):
+            read_run_config(tmp_path / "cut.json")
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", ".hidden", "a b", "a\\b"])
@@ -109,6 +111,8 @@ def test_windows_longer_than_the_positions_are_refused(tiny_run: TinyRun) -> Non
         lambda: TrainConfig(steps=1, device="tpu"),
         lambda: TrainConfig(steps=1, keep_last=0),
         lambda: TrainConfig(steps=1, threads=0),
+        lambda: TrainConfig(steps=1, threads=10**8),
+        lambda: OptimizerConfig(muon_steps=100),
     ],
 )
 def test_impossible_values_are_refused(build: Callable[[], object]) -> None:

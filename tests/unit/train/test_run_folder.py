@@ -136,3 +136,27 @@ def test_two_processes_cannot_train_the_same_run(tmp_path: Path) -> None:
         assert "being trained by another process" in other()
     assert other() == "held"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_record_of_metrics_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = '{"kind": "train", "step": 1}\n'
+    path.write_bytes(good.encode() + b'5\n{}\n{"step": "x"}\n\xff\xfe\n\n' + good.encode())
+    truncate_metrics(path, 5)
+    assert path.read_text() == good + good
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"steps": "many"}', "\x00"])
+def test_a_damaged_result_is_named(tmp_path: Path, text: str) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.read_result() is None
+    folder.result.write_text(text)
+    with pytest.raises(ValueError, match=r"result\.json"):
+        folder.read_result()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"resumed": 3}'])
+def test_a_damaged_environment_is_named(begun: RunFolder, tiny_run: TinyRun, text: str) -> None:
+    begun.environment.write_text(text)
+    with pytest.raises(ValueError, match=r"environment\.json"):
+        write_records(begun, tiny_run(), CPU, 1, resumed=True)
