@@ -63,13 +63,26 @@ def test_a_stopped_demo_saves_and_goes_on(folder: Path, number: int, code: int) 
         command("train.steps=100000"), cwd=folder, stderr=subprocess.PIPE, text=True
     )
     metrics = [folder / f"out/{variant}-seed0/metrics.jsonl" for variant in ("standard", "dual")]
-    deadline = time.monotonic() + 60
-    while not all(path.is_file() and path.stat().st_size for path in metrics):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(metrics)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert "stopped and saved" in errors and "Traceback" not in errors
     for path in metrics:
         assert (path.parent / "checkpoints/latest").is_file()
+
+
+def test_a_killed_demo_leaves_no_run_behind(folder: Path) -> None:
+    process = subprocess.Popen(command("train.steps=100000"), cwd=folder, stderr=subprocess.DEVNULL)
+    runs = [folder / f"out/{variant}-seed0" for variant in ("standard", "dual")]
+    wait_for([run / "metrics.jsonl" for run in runs])
+    process.kill()
+    process.wait()
+    wait_for([run / "checkpoints/latest" for run in runs])
+
+
+def wait_for(files: list[Path]) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.is_file() and path.stat().st_size for path in files):
+        assert time.monotonic() < deadline, f"not all there: {files}"
+        time.sleep(0.1)

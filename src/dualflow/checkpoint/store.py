@@ -105,10 +105,11 @@ def load_model(
     config = read_config(place)
     headers = _read_headers(place)
     stored = {name: entry for header in headers.values() for name, entry in header.items()}
-    if config.num_layers > len(stored):
+    flows = max(1, config.num_flows)  # one without tensors of its own in a layer is possible
+    if config.num_layers > len(stored) or config.num_layers * flows > 16 * len(stored):
         raise ValueError(
-            f"{place}: config.json has num_layers {config.num_layers:,}, "
-            f"the files {len(stored):,} tensors"
+            f"{place}: config.json has num_layers {config.num_layers:,} and "
+            f"{config.num_flows:,} auxiliary flows, the files {len(stored):,} tensors"
         )
     _check_strict(place, _expected_shapes(place, config), headers)
     model = build_model(config, None, device, dtype or _main_dtype(stored))

@@ -194,6 +194,8 @@ def check_value(hint: Any, value: Any, where: str, name: str) -> Any:
         if math.isfinite(value):
             return float(value)
         raise RunError(f"{where}: {name} is {value}; expected a finite number (it diverged?)")
+    elif type(value) is int and int in options and not -(2**63) <= value < 2**63:
+        raise RunError(f"{where}: {name} is {value}; expected a whole number of at most 64 bits")
     elif type(value) in options:
         return value
     words = {str: "text", int: "a whole number", float: "a number", type(None): "null"}

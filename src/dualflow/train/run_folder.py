@@ -101,6 +101,8 @@ def held(folder: RunFolder) -> Iterator[None]:
         yield
         return
     runs = folder.path.parent
+    if runs.exists() and not runs.is_dir():
+        raise ValueError(f"{runs} is a file; expected the folder that runs go into")
     is_new = not runs.exists()
     runs.mkdir(parents=True, exist_ok=True)
     path = runs / f".{folder.path.name}.lock"

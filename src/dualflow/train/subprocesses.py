@@ -7,8 +7,10 @@ threads than cores.
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +61,9 @@ class TrainingProcess:
             start_new_session=apart,
         )
         assert self._process.stdin is not None
-        with self._process.stdin as pipe:
-            pipe.write(json.dumps(task))
+        # The pipe stays open: its end tells the run that whoever started it is gone.
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
 
     @property
     def running(self) -> bool:
@@ -76,11 +79,12 @@ class TrainingProcess:
         """Wait for its end; returns or raises what ``train`` does: ``TrainingInterrupted``, and
         ``ValueError`` for every failure.
         """
-        if self._output is None:
+        output = self._output
+        if output is None:
             assert self._process.stdout is not None
-            with self._process.stdout as pipe:
-                self._output = pipe.read()
-        answer, code = _answer(self._output), self._process.wait()
+            with self._process, self._process.stdout as pipe:
+                output = self._output = pipe.read()
+        answer, code = _answer(output), self._process.wait()
         if "result" in answer:
             return answer["result"]
         ended = f"the training process of {self._name} ended with exit code {code}"
@@ -117,8 +121,15 @@ def _answer(output: str) -> dict[str, Any]:
     return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
 
 
+def _stop_with_parent() -> None:
+    """Save and stop once the process that started this one is gone, however it ended."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _main() -> int:
-    task = json.load(sys.stdin)
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
     config = configuration.from_dict(RunConfig, task.pop("config"))
     try:
         answer, code = {"result": train(config, task.pop("runs_folder"), **task)}, 0

@@ -125,3 +125,22 @@ def test_a_truncated_file_is_named(folder):
 def test_read_config_needs_no_weights(folder):
     (folder / "model.safetensors").unlink()
     assert read_config(folder) == tiny_config("dual")
+
+
+def test_a_million_flows_cost_nothing(folder):
+    table = json.loads((folder / "config.json").read_text())
+    table["config"]["aux"] = {"num_flows": 10**9}
+    (folder / "config.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match="1,000,000,000 auxiliary flows, the files") as caught:
+        load_model(folder)
+    one_line(caught)
+
+
+def test_code_beside_a_model_is_never_run(folder, tmp_path):
+    marker = tmp_path / "marker"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
+    table = json.loads((folder / "config.json").read_text())
+    table |= {"auto_map": {"AutoModel": "evil.Model", "AutoConfig": "evil.Config"}}
+    (folder / "config.json").write_text(json.dumps(table | {"trust_remote_code": True}))
+    load_model(folder)
+    assert not marker.exists()

@@ -84,6 +84,10 @@ def test_a_run_can_be_resumed_by_its_name_and_after_it_was_moved(run_file: str, 
         (["run.toml", "--resume", "runs/none"], "leave out CONFIG"),
         (["run.toml", "--set", "data.source=none.txt"], "none.txt"),
         (["--recipe", "no-such-recipe"], "no-such-recipe"),
+        (["run.toml", "--set", "train.threads=100000000"], "threads is 100000000; expected at"),
+        (["run.toml", "--set", f"seed={10**30}"], "seed: expected an integer of at most 64 bits"),
+        (["run.toml", "--set", "seed=" + "[" * 9999], "seed: expected an integer, found '[["),
+        (["run.toml", "--runs", "run.toml"], "run.toml is a file; expected the folder"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -95,3 +99,16 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert shown[0].startswith("dualflow train: ")
     assert message in shown[0]
     assert not Path("runs").exists()
+
+
+def test_training_and_generating_open_no_connection(run_file: str) -> None:
+    program = (
+        "import socket, sys\n"
+        "def refuse(*_): raise AssertionError('a connection was opened')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "from dualflow.cli.main import main\n"
+        f"code = main(['train', {run_file!r}])\n"
+        "sys.exit(code or main(['generate', 'runs/small', '--prompt', 'a', '--max-tokens', '2']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

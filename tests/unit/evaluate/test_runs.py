@@ -93,6 +93,7 @@ def test_bytes_that_are_no_text(folder: Path):
         ("tokens", 1.5, "tokens is 1.5; expected a whole number"),
         ("tokens", True, "tokens is True; expected a whole number"),
         ("tokens", 0, "tokens is 0; expected more than 0"),
+        ("tokens", 2**63, "expected a whole number of at most 64 bits"),
         ("val_loss", None, "val_loss is None; expected a number"),
         ("val_loss", float("nan"), "expected a finite number"),
         ("val_loss_p", "2", "val_loss_p is '2'; expected a number or null"),

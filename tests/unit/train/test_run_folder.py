@@ -160,3 +160,12 @@ def test_a_damaged_environment_is_named(begun: RunFolder, tiny_run: TinyRun, tex
     begun.environment.write_text(text)
     with pytest.raises(ValueError, match=r"environment\.json"):
         write_records(begun, tiny_run(), CPU, 1, resumed=True)
+
+
+def test_a_file_in_place_of_the_folder_of_runs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with (
+        pytest.raises(ValueError, match="runs is a file; expected the folder that runs go into"),
+        held(RunFolder(tmp_path / "runs/a")),
+    ):
+        pass

@@ -325,3 +325,19 @@ def test_plain_progress_lists_groups_and_says_how_it_runs(
     assert "eager (train.compile is off); 12 steps, 768 tokens" in shown
     assert "warm-up shortened from 50 to 7 steps" in shown
     assert "step 12/12: validation loss" in shown
+
+
+def test_a_tied_head_stays_one_tensor_over_training_and_resuming(
+    tmp_path: Path, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tied = {"model": {"tie_embeddings": True}}
+    train(tiny_run("straight", **tied), tmp_path, progress="none")
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
+        stop_after(patch, 6)
+        train(tiny_run("resumed", **tied), tmp_path, progress="none")
+    train(tiny_run("resumed", **tied), tmp_path, resume=True, progress="none")
+    assert curve(tmp_path / "resumed") == curve(tmp_path / "straight")
+    assert_same_weights(tmp_path / "resumed/model", tmp_path / "straight/model")
+    model = load_model(tmp_path / "resumed")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in weights(tmp_path / "resumed/model")
