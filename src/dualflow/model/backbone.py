@@ -82,12 +82,11 @@ class CausalLM(nn.Module):
     r is read out.
     """
 
-    has_primary_readout = True
-    """Whether p is trained to predict, so that the model can run with the auxiliary off."""
-
     def __init__(self, config: ModelConfig, *, own_key_value: bool = False) -> None:
         super().__init__()
         self.config = config
+        # Whether p is trained to predict, so that the model can run with the auxiliary off.
+        self.has_primary_readout = config.readout.kind != "aux_only"
         self.model = Backbone(config, own_key_value=own_key_value)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:

@@ -21,7 +21,6 @@ class DualFlowLM(CausalLM):
         self.model.aux.extend(
             AuxModel(config, config.flows, self.lm_head) for _ in range(config.num_flows)
         )
-        self.has_primary_readout = config.readout.kind != "aux_only"
 
     def embed_aux(self, tokens_A: Tensor) -> Tensor:
         shared = self.model.embed_tokens

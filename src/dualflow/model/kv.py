@@ -180,7 +180,8 @@ class _CacheReader:
         length = self._k_KSH.shape[1]
         mask_RS = torch.arange(length, device=q_RNH.device) <= rows.positions_R[:, None]
         if own is None:
-            alone = rows.num_primary == 1 and len(q_RNH) == 1 + rows.num_flows
+            # One primary row and its own auxiliary rows: all of them see every key there is.
+            alone = rows.kept is None and rows.num_primary == 1 and len(q_RNH) == 1 + rows.num_flows
             return row_attention(q_RNH, self._k_KSH, self._v_KSH, None if alone else mask_RS)
         first = rows.num_primary
         primary = row_attention(q_RNH[:first], self._k_KSH, self._v_KSH, mask_RS[:first])

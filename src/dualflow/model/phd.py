@@ -19,10 +19,9 @@ class PHD2LM(CausalLM):
     own, but own keys.
     """
 
-    has_primary_readout = False
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, own_key_value=True)
+        self.has_primary_readout = False
 
     def embed_aux(self, tokens_A: Tensor) -> Tensor:
         return self.model.embed_tokens(tokens_A)[None]

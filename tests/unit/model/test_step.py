@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualflow.model import AuxRows, BatchKV, CausalLM, build_model
+from dualflow.model import AuxRows, BatchKV, CausalLM, Kept, build_model
 from dualflow.model.kv import BatchReader, _CacheReader
 from dualflow.spec import AuxConfig, ModelConfig
 from dualflow.testing import tiny_config
@@ -101,6 +101,24 @@ def test_auxiliary_rows_run_later_on_their_own(name: str) -> None:
     assert_equal(out.aux_FAD, want.aux_FAD[:, pins])
     with pytest.raises(ValueError, match="no primary rows"):
         model.step(tokens, positions, readers)
+
+
+@pytest.mark.parametrize("num_primary", [0, 1, 2])
+@torch.no_grad()
+def test_a_late_auxiliary_row_beside_new_primary_rows_sees_no_later_key(num_primary: int) -> None:
+    model = tiny_model(tiny_config("dual"))
+    tokens, positions = tokens_of(model.config), torch.arange(LENGTH)
+    want = whole_sequence(model, tokens)
+    cache, start = model.new_cache(LENGTH), 20
+    first = model.step(tokens[:start], positions[:start], cache.writers(), keep=True)
+    assert first.kept is not None
+    late = torch.tensor([5])
+    aux = AuxRows(tokens[late], late, None, [Kept(*(x[late] for x in k)) for k in first.kept])
+    new = slice(start, start + num_primary)
+    out = model.step(tokens[new], positions[new], cache.writers(), aux=aux)
+    assert out.aux_FAD is not None and want.aux_FAD is not None
+    assert_equal(out.aux_FAD, want.aux_FAD[:, late])
+    assert_equal(out.primary_TD, want.primary_TD[new])
 
 
 def _finished_readers(model: CausalLM, tokens: Tensor) -> list[BatchReader]:
