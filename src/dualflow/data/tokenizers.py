@@ -8,7 +8,9 @@ the caller asks otherwise.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -208,7 +210,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=_byte_characters(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    _interruptibly(lambda: backend.train_from_iterator(texts, trainer))
     found = backend.get_vocab_size()
     if found != vocab_size:
         raise ValueError(
@@ -217,6 +219,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"use bpe:{found} or bytes, or give more text"
         )
     return Tokenizer(backend)
+
+
+def _interruptibly(work: Callable[[], None]) -> None:
+    """Run ``work``, long and out of Python's sight, in a thread: Ctrl-C is heard meanwhile."""
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:  # raised again below, where it belongs
+            ended.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    ended.result()
 
 
 def load_tokenizer(name: str | Path, eos_token: str | None = None) -> Tokenizer:

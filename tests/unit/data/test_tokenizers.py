@@ -1,6 +1,8 @@
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import tokenizers
@@ -221,3 +223,28 @@ def test_an_id_so_high_that_writing_it_down_takes_all_memory_is_refused(tmp_path
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
     with pytest.raises(ValueError, match="has the id 4000000000; expected less than"):
         load_tokenizer(tmp_path)
+
+
+LONG_TRAINING = """
+import random, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from dualflow.data.tokenizers import train_bpe
+letters = "abcdefghijklmnop qrstuvwxyz"
+texts = ["".join(random.choices(letters, k=200_000)) for _ in range(20)]
+print("training", flush=True)
+train_bpe(texts, 30_000)
+"""
+
+
+def test_ctrl_c_is_heard_while_a_tokenizer_is_trained():
+    process = subprocess.Popen(
+        [sys.executable, "-c", LONG_TRAINING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "training\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=5)
+    assert "KeyboardInterrupt" in errors
