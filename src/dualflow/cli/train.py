@@ -13,7 +13,7 @@ HELP = "train a model from a configuration, or continue an interrupted run"
 EXAMPLES = """\
 dualflow train run.toml
 dualflow train --recipe demo-dual --set train.steps=200 --set optimizer.lr=1e-3
-dualflow train --resume runs/demo-dual
+dualflow train --resume runs/dual-seed0
 dualflow train run.toml --dry-run
 torchrun --nproc-per-node 2 -m dualflow train run.toml
 """

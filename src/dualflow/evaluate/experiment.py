@@ -110,9 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         markdown = to_markdown(experiment_table(rows, args.baseline))
         print(markdown, end="")
         if args.out is not None:
+            Path(args.out).mkdir(parents=True, exist_ok=True)
+            (Path(args.out) / "table.md").write_text(markdown, encoding="utf-8")
             for path in write_experiment_plot(rows, args.out, args.baseline):
                 print(f"wrote {path}", file=sys.stderr)
-            (Path(args.out) / "table.md").write_text(markdown, encoding="utf-8")
     except (ValueError, OSError, MissingExtraError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2

@@ -15,9 +15,9 @@ import hashlib
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from dualflow.checkpoint.tensors import load_tensors, save_tensors
 from dualflow.train.config import RunConfig
 from dualflow.train.optimizers import Optimizers
 from dualflow.train.parallel import Parallel
-from dualflow.train.run_folder import write_json
+from dualflow.train.run_folder import RunFolder, write_json
 
 FORMAT_VERSION = 1
 
@@ -234,19 +234,35 @@ def losses_of(validation: Mapping[str, Any] | None) -> dict[str, Any]:
     return {name: None if validation is None else validation[key] for name, key in names.items()}
 
 
+def check_finished(folder: RunFolder, config: RunConfig) -> None:
+    """Raise ``ValueError`` unless the finished run in ``folder`` is the one that ``config``
+    describes.
+    """
+    recorded = folder.read_config()
+    if config.model.real_vocab_size is None:  # set from the data, which is not read again
+        rows = recorded.model.real_vocab_size
+        config = replace(config, model=replace(config.model, real_vocab_size=rows))
+    if recorded.fingerprint() != config.fingerprint():
+        _refuse(folder.path, recorded.identity(), config)
+
+
 def _check_identity(folder: Path, state: TrainerState, config: RunConfig) -> None:
-    if state.fingerprint == config.fingerprint():
-        return
+    if state.fingerprint != config.fingerprint():
+        _refuse(folder, state.config, config)
+
+
+def _refuse(folder: Path, recorded: Mapping[str, Any], config: RunConfig) -> NoReturn:
     now = config.identity()
     changed = [
-        f"{key} ({state.config.get(key)!r} there, {now.get(key)!r} now)"
-        for key in sorted(state.config.keys() | now.keys())
-        if state.config.get(key) != now.get(key)
+        f"{key} ({recorded.get(key)!r} there, {now.get(key)!r} now)"
+        for key in sorted(recorded.keys() | now.keys())
+        if recorded.get(key) != now.get(key)
     ]
     raise ValueError(
         f"{folder} belongs to a run of another configuration: "
         f"{', '.join(changed[:5]) or 'it was edited'}; "
-        "a run is resumed as it was begun: take these back, or start a new run under another name"
+        "a run is resumed as it was begun: take these back, start a new run under another name or "
+        "in another folder, or overwrite this one"
     )
 
 

@@ -47,7 +47,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        module = require_extra("torch.utils.tensorboard", "train", "TensorBoard logs")
+        module = _tensorboard()
         # Events from here on were written by the interrupted part of a resumed run and are written
         # again.
         self._writer = module.SummaryWriter(str(folder), purge_step=first_step)
@@ -66,7 +66,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, project: str, config: RunConfig, folder: Path) -> None:
-        wandb = require_extra("wandb", "wandb", "logging to Weights & Biases (train.wandb_project)")
+        wandb = _wandb()
         identifier = f"{config.name}-{config.fingerprint()[:8]}"
         self._run = wandb.init(
             project=project,
@@ -98,10 +98,7 @@ def numbers(record: Record) -> dict[str, float]:
 
 
 def open_sinks(config: RunConfig, folder: RunFolder, step: int) -> list[Sink]:
-    """The sinks ``config`` asks for; ``step``: optimizer steps already done.
-
-    Raises ``MissingExtraError`` where one is asked for that is not installed.
-    """
+    """The sinks ``config`` asks for (``check_sinks``); ``step``: optimizer steps already done."""
     sinks: list[Sink] = [JsonLines(folder.metrics)]
     wanted = config.train.tensorboard
     if wanted == "on" or (wanted == "auto" and _has_tensorboard()):
@@ -109,6 +106,22 @@ def open_sinks(config: RunConfig, folder: RunFolder, step: int) -> list[Sink]:
     if config.train.wandb_project is not None:
         sinks.append(WeightsAndBiases(config.train.wandb_project, config, folder.path))
     return sinks
+
+
+def check_sinks(config: RunConfig) -> None:
+    """Raise ``MissingExtraError`` where a sink is asked for that is not installed."""
+    if config.train.tensorboard == "on":
+        _tensorboard()
+    if config.train.wandb_project is not None:
+        _wandb()
+
+
+def _tensorboard() -> Any:
+    return require_extra("torch.utils.tensorboard", "train", "TensorBoard logs")
+
+
+def _wandb() -> Any:
+    return require_extra("wandb", "wandb", "logging to Weights & Biases (train.wandb_project)")
 
 
 def _has_tensorboard() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from dualflow.checkpoint.store import save_model
 from dualflow.plan import costs
 from dualflow.spec import parameter_counts
-from dualflow.train.checkpoints import losses_of, save_checkpoint
+from dualflow.train.checkpoints import check_finished, losses_of, save_checkpoint
 from dualflow.train.config import RunConfig
 from dualflow.train.display import Display, Style, open_display
 from dualflow.train.interrupt import StopSignals, TrainingInterrupted
@@ -34,6 +34,7 @@ def run_training(
         with held(folder) if parallel.is_main else nullcontext():
             resumed = _claim(folder, parallel, resume, overwrite)
             if resumed and (result := folder.read_result()) is not None:
+                check_finished(folder, config)
                 display.note(f"{folder.path} is finished already")
                 return result
             run = set_up(config, folder, device, parallel, resumed=resumed, note=display.note)

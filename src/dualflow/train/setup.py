@@ -12,7 +12,7 @@ from dualflow.model import CausalLM, build_model
 from dualflow.train.checkpoints import Progress, find_checkpoint, read_checkpoint, restore
 from dualflow.train.compilation import Loss, compile_loss
 from dualflow.train.config import RunConfig, with_vocabulary
-from dualflow.train.logs import Sink, open_sinks
+from dualflow.train.logs import Sink, check_sinks, open_sinks
 from dualflow.train.machine import autocast_for
 from dualflow.train.optimizers import Optimizers
 from dualflow.train.parallel import Parallel
@@ -89,6 +89,7 @@ def set_up(
     Raises ``ValueError`` where the configuration does not fit the data, the ranks or the
     checkpoint.
     """
+    check_sinks(config)
     data = _prepare_data(config, parallel, note)
     config = with_vocabulary(config, data.vocab_size)
     checkpoint = find_checkpoint(folder.checkpoints) if resumed else None

@@ -1,7 +1,9 @@
 """Whole runs in this process: what a run leaves behind, and what its settings change."""
 
+import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -341,3 +343,26 @@ def test_a_tied_head_stays_one_tensor_over_training_and_resuming(
     model = load_model(tmp_path / "resumed")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "lm_head.weight" not in weights(tmp_path / "resumed/model")
+
+
+def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(
+    tmp_path: Path, tiny_run: TinyRun
+) -> None:
+    config = tiny_run()
+    train(config, tmp_path, progress="none")
+    again = train(config, tmp_path, resume="auto", progress="none")
+    assert again["steps"] == config.train.steps
+    longer = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, steps=config.train.steps + 1)
+    )
+    with pytest.raises(ValueError, match=r"another configuration: train\.steps"):
+        train(longer, tmp_path, resume="auto", progress="none")
+
+
+def test_a_missing_log_sink_is_told_before_a_run_folder_is_made(
+    tmp_path: Path, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"dualflow\[wandb\]"):
+        train(tiny_run(train={"wandb_project": "x"}), tmp_path, progress="none")
+    assert not (tmp_path / "run").exists() and not list(tmp_path.glob("*/config.json"))
