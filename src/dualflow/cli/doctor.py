@@ -39,9 +39,6 @@ OPTIONAL = {
     "datasets": ("data", "training on Hugging Face datasets saved on disk"),
     "matplotlib": ("plot", "plots of `dualflow compare`"),
     "transformers": ("transformers", "parity with Hugging Face models"),
-    "fastapi": ("serve", "the HTTP server"),
-    "uvicorn": ("serve", "the HTTP server"),
-    "gguf": ("gguf", "reading GGUF files"),
 }
 """Optional modules: the extra that brings each, and what it is for."""
 
