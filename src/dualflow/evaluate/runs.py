@@ -196,6 +196,8 @@ def check_value(hint: Any, value: Any, where: str, name: str) -> Any:
         raise RunError(f"{where}: {name} is {value}; expected a finite number (it diverged?)")
     elif type(value) is int and int in options and not -(2**63) <= value < 2**63:
         raise RunError(f"{where}: {name} is {value}; expected a whole number of at most 64 bits")
+    elif isinstance(value, str) and str in options and not value.isprintable():
+        raise RunError(f"{where}: {name} is {value!r}; expected printable text on one line")
     elif type(value) in options:
         return value
     words = {str: "text", int: "a whole number", float: "a number", type(None): "null"}

@@ -89,6 +89,7 @@ def test_bytes_that_are_no_text(folder: Path):
     ("key", "value", "expected"),
     [
         ("name", 7, "name is 7; expected text"),
+        ("name", "a\x1b[2Jb", "expected printable text on one line"),
         ("seed", "0", "seed is '0'; expected a whole number"),
         ("tokens", 1.5, "tokens is 1.5; expected a whole number"),
         ("tokens", True, "tokens is True; expected a whole number"),
