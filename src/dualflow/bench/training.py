@@ -6,14 +6,13 @@ and the whole optimizer step, in which the update costs both models nearly the s
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from dualflow.bench.measurement import Measurement
 from dualflow.bench.pairs import made_up_tokens
 from dualflow.bench.timing import SILENT, Watcher, paired, seconds_of
+from dualflow.data.loader import Batch
 from dualflow.model import build_model
 from dualflow.plan.costs import train_flops_per_token
 from dualflow.recipes.demo import as_dual
@@ -52,14 +51,6 @@ class TrainingCase:
         return dual / standard
 
 
-class MadeUpBatch(NamedTuple):
-    """Random ids; targets are the ids that follow."""
-
-    tokens_BS: Tensor
-    targets_BS: Tensor
-    document_ids_BS: Tensor | None = None
-
-
 def measure_training(case: TrainingCase, watcher: Watcher = SILENT) -> Iterator[Measurement]:
     """Milliseconds of forward and backward, and of the whole step: eager, then compiled.
 
@@ -85,14 +76,15 @@ class _Trainee:
         self._optimizers = Optimizers(self.model, case.optimizer)
         self._grad_clip = case.optimizer.grad_clip
         ids_BS = made_up_tokens(config, case.batch_size, case.sequence_length + 1)
-        self._batch = MadeUpBatch(ids_BS[:, :-1].contiguous(), ids_BS[:, 1:].contiguous())
+        tokens_BS, targets_BS = ids_BS[:, :-1].contiguous(), ids_BS[:, 1:].contiguous()
+        self._batch = Batch(tokens_BS, targets_BS, None, sample_ids=())
         self._parallel = Parallel()
         self._steps = 0
 
     def forward_backward(self) -> None:
         """All gradients of the batch, and no update."""
         self._optimizers.zero_grad()
-        sums = self.loss(*self._batch)
+        sums = self.loss(self._batch.tokens_BS, self._batch.targets_BS, None)
         (sums.total / self._batch.tokens_BS.numel()).backward()
 
     def step(self) -> None:

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualflow.cli.device import add_device_option, pick_device
+
 if TYPE_CHECKING:
     from dualflow.data import DataConfig
     from dualflow.evaluate.loss import EvaluatedLoss
@@ -41,9 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="windows at a time (default: 8)"
     )
-    parser.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="default: auto"
-    )
+    add_device_option(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object instead")
 
 
@@ -116,21 +116,13 @@ def _data_config(args: argparse.Namespace, folder: Path, longest: int) -> "DataC
 def _evaluate(
     args: argparse.Namespace, folder: Path, config: "DataConfig", shards: object
 ) -> "EvaluatedLoss":
-    import torch
 
     from dualflow.checkpoint import load_model
     from dualflow.data import BatchLoader, ShardSet
     from dualflow.evaluate.loss import evaluate_loss
 
     assert isinstance(shards, ShardSet)
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    device = args.device if args.device != "auto" else next(name for name in there if there[name])
-    if not there[device]:
-        raise ValueError(f"--device {device}: there is none here; use auto or cpu")
+    device = pick_device(args.device)
     batches = BatchLoader(shards, config.sequence_length, args.batch_size, seed=0, shuffle=False)
     # Bytes are known per token of the split: not where some tokens are no targets.
     whole = shards.counted is None and not shards.document_mask

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualflow.cli.device import add_device_option, pick_device
+
 if TYPE_CHECKING:
     from dualflow.data.tokenizers import Tokenizer
     from dualflow.model import CausalLM
@@ -55,9 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="on",
         help="run the auxiliary flow from the last prompt token on (default: on)",
     )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto"
-    )
+    add_device_option(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="number format (default: as stored)"
     )
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     # Everything that can be wrong with the request is found before the model is loaded.
     _params(args, stop_ids=frozenset())
     prompt = _prompt(args)
-    device = _device(args.device)
+    device = pick_device(args.device)
     with _model_folder(args.model) as folder:
         tokenizer = load_tokenizer_of(folder)
         # An empty text begins as every document did in training: after the end-of-text token.
@@ -196,23 +196,6 @@ def _model_folder(name: str | None) -> Iterator[Path]:
         )
     with resources.as_file(shipped) as folder:
         yield folder
-
-
-def _device(name: str) -> str:
-    """The device to run on. Raises ``ValueError`` where it is asked for and not there."""
-    import torch
-
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if name == "auto":
-        return next(device for device, usable in there.items() if usable)
-    if not there[name]:
-        usable = ", ".join(device for device, is_there in there.items() if is_there)
-        raise ValueError(f"--device {name}: there is none here; usable: {usable}")
-    return name
 
 
 def _check_vocabulary(tokenizer: "Tokenizer", model: "CausalLM") -> None:

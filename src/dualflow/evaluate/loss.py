@@ -3,23 +3,11 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
+from dualflow.data.loader import Batch
 from dualflow.model import CausalLM
-
-
-class TokenBatch(Protocol):
-    """Windows of tokens; ``data.Batch`` is one. Targets below 0 are not counted."""
-
-    @property
-    def tokens_BS(self) -> Tensor: ...
-    @property
-    def targets_BS(self) -> Tensor: ...
-    @property
-    def document_ids_BS(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +37,7 @@ class EvaluatedLoss:
 
 def evaluate_loss(
     model: CausalLM,
-    batches: Iterable[TokenBatch],
+    batches: Iterable[Batch],
     device: torch.device | str = "cpu",
     *,
     bytes_per_token: float | None = None,
@@ -91,7 +79,7 @@ def evaluate_loss(
     )
 
 
-def _check_ids(batch: TokenBatch, vocab_size: int) -> None:
+def _check_ids(batch: Batch, vocab_size: int) -> None:
     """Refuse ids that would read beyond the embedding or a row of logits."""
     largest = int(max(batch.tokens_BS.max(), batch.targets_BS.max()))
     smallest = int(batch.tokens_BS.min())

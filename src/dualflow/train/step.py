@@ -6,44 +6,17 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dualflow.data.loader import Batch
+from dualflow.model import LossSums
 from dualflow.train.optimizers import Optimizers
 from dualflow.train.parallel import Parallel
 
 IGNORED = -100
 """What stands where there is no target; whatever is below 0 is not counted."""
-
-
-class LossSums(Protocol):
-    """What ``model.loss`` returns: 0-dim tensors, sums over counted targets in nats; p, q None
-    where undefined.
-    """
-
-    @property
-    def total(self) -> Tensor: ...
-    @property
-    def r(self) -> Tensor: ...
-    @property
-    def p(self) -> Tensor | None: ...
-    @property
-    def q(self) -> Tensor | None: ...
-    @property
-    def count(self) -> Tensor: ...
-
-
-class Batch(Protocol):
-    """What the loader gives: [B, S] token ids, targets, and document ids or None."""
-
-    @property
-    def tokens_BS(self) -> Tensor: ...
-    @property
-    def targets_BS(self) -> Tensor: ...
-    @property
-    def document_ids_BS(self) -> Tensor | None: ...
 
 
 LossFunction = Callable[[Tensor, Tensor, Tensor | None], LossSums]

@@ -154,11 +154,8 @@ def test_a_folder_that_holds_no_model_is_told_as_such(capfd, tmp_path):
     assert "holds no config.json (it holds notes.txt); supported: folders of model_type" in err
 
 
-def test_a_device_that_is_not_there_is_one_line(capfd, model):
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
+def test_a_device_that_is_not_there_is_one_line(capfd, model, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["generate", model, "--prompt", "x", "--device", "cuda"]) == 2
     assert "--device cuda: there is none here; usable: cpu" in capfd.readouterr().err
 

@@ -1,23 +1,16 @@
 """The evaluated loss against log-probabilities summed one target at a time."""
 
+import dataclasses
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
+from dualflow.data.loader import Batch
 from dualflow.evaluate.loss import EvaluatedLoss, evaluate_loss
 from dualflow.model import CausalLM, build_model
 from dualflow.spec import Variant
 from dualflow.testing import tiny_config
-
-
-@dataclass
-class Batch:
-    tokens_BS: Tensor
-    targets_BS: Tensor
-    document_ids_BS: Tensor | None = None
 
 
 def model_of(variant: Variant = "dual") -> CausalLM:
@@ -32,7 +25,7 @@ def batches() -> list[Batch]:
         ids = torch.randint(0, 53, (size, 12), generator=generator)
         targets = ids[:, 1:].clone()
         targets[:, counted:] = -100
-        found.append(Batch(ids[:, :-1], targets))
+        found.append(Batch(ids[:, :-1], targets, None, sample_ids=()))
     return found
 
 
@@ -76,7 +69,7 @@ def test_document_ids_reach_the_model():
     model, data = model_of(), batches()[:1]
     whole = evaluate_loss(model, data).loss
     documents = torch.arange(11).expand(3, -1) // 4
-    masked = Batch(data[0].tokens_BS, data[0].targets_BS, documents)
+    masked = dataclasses.replace(data[0], document_ids_BS=documents)
     assert evaluate_loss(model, [masked]).loss != whole
 
 

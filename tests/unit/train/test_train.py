@@ -310,9 +310,10 @@ def test_a_vocabulary_larger_than_the_model_is_one_line_before_anything_is_writt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_device_that_is_not_there_is_one_line(tmp_path: Path, tiny_run: TinyRun) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
+def test_a_device_that_is_not_there_is_one_line(
+    tmp_path: Path, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="sees no CUDA device"):
         train(tiny_run(train={"device": "cuda"}), tmp_path, progress="none")
 
