@@ -11,6 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dualflow.checkpoint import load_model, save_model
     from dualflow.config import ConfigError
+    from dualflow.engine import (
+        LLM,
+        AsyncEngine,
+        AuxPolicy,
+        EngineConfig,
+        RequestError,
+        RequestParams,
+        StructuredOutput,
+    )
     from dualflow.extras import MissingExtraError
     from dualflow.model import CausalLM, build_model
     from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig, preset
@@ -18,12 +27,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
     "AuxConfig",
+    "AuxPolicy",
     "CausalLM",
     "ConfigError",
+    "EngineConfig",
+    "LLM",
     "MissingExtraError",
     "ModelConfig",
     "ReadoutConfig",
+    "RequestError",
+    "RequestParams",
+    "StructuredOutput",
     "__version__",
     "build_model",
     "load_model",
@@ -32,12 +48,19 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncEngine": "dualflow.engine",
     "AuxConfig": "dualflow.spec",
+    "AuxPolicy": "dualflow.engine",
     "CausalLM": "dualflow.model",
     "ConfigError": "dualflow.config",
+    "EngineConfig": "dualflow.engine",
+    "LLM": "dualflow.engine",
     "MissingExtraError": "dualflow.extras",
     "ModelConfig": "dualflow.spec",
     "ReadoutConfig": "dualflow.spec",
+    "RequestError": "dualflow.engine",
+    "RequestParams": "dualflow.engine",
+    "StructuredOutput": "dualflow.engine",
     "build_model": "dualflow.model",
     "load_model": "dualflow.checkpoint",
     "preset": "dualflow.spec",

@@ -14,6 +14,11 @@ from typing import Literal
 Coupling = Literal["query", "intermediate", "output"]
 Owned = Literal["q_proj", "o_proj", "mlp", "lm_head"]
 Variant = Literal["standard", "dual", "phd2", "two_softmax"]
+FloatFormat = Literal["float64", "float32", "bfloat16", "float16"]
+QuantisedFormat = Literal["int8", "int4"]
+
+WEIGHT_GROUP = 32
+"""Inputs of one output that share a scale in a quantised matrix."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -190,6 +195,19 @@ class ModelConfig:
         if self.variant == "phd2":
             return 1
         return self.flows.num_flows if self.flows else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedWeights:
+    """How a checkpoint holds its matrices where they are not floats: codes of ``format`` in groups
+    of ``group`` inputs.
+    """
+
+    format: QuantisedFormat
+    group: int = WEIGHT_GROUP
+
+    def __post_init__(self) -> None:
+        _require(self.group == WEIGHT_GROUP, f"group is {self.group}; expected {WEIGHT_GROUP}")
 
 
 def standard_twin(config: ModelConfig) -> ModelConfig:

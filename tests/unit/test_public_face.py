@@ -26,6 +26,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         "from dualflow import ModelConfig, preset",
         "import dualflow.config, dualflow.spec, dualflow.extras, dualflow.folders",
         "import dualflow.plan",
+        "from dualflow import AuxPolicy, EngineConfig, RequestParams, StructuredOutput",
+        "import dualflow.engine.scheduler, dualflow.engine.outputs",
         "import dualflow.testing",
         "import dualflow.cli.main",
     ],

@@ -7,6 +7,7 @@ from dualflow.checkpoint.store import (
     load_tokenizer_of,
     read_config,
     read_metrics,
+    read_quantised,
     save_model,
     write_model,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "read_config",
     "read_header",
     "read_metrics",
+    "read_quantised",
     "save_model",
     "save_tensors",
     "write_model",

@@ -3,7 +3,8 @@
 A model folder::
 
     config.json        {"model_type": "dualflow", "format_version": 1, "config": {...}}, the last
-                       with the fields of spec.ModelConfig
+                       with the fields of spec.ModelConfig; where matrices are quantised also
+                       "weights": {"format": "int8" or "int4", "group": 32}
     model.safetensors  the primary: a whole causal language model under Hugging Face's Llama names
     aux.safetensors    what the auxiliary flow adds (names that contain ".aux."), where it does
     tokenizer.json     of the `tokenizers` library; optional
@@ -12,7 +13,7 @@ A model folder::
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,24 @@ from dualflow.checkpoint.locate import (
     read_json,
     read_model_config,
 )
+from dualflow.checkpoint.strict import (
+    AUX_FILE,
+    PRIMARY_FILE,
+    check_strict,
+    expected_tensors,
+    is_aux,
+    stored_tensors,
+)
 from dualflow.checkpoint.tensors import FLOATS, TensorEntry, load_tensors, read_header, save_tensors
 from dualflow.data.tokenizers import Tokenizer, load_tokenizer
 from dualflow.model import CausalLM, build_model
-from dualflow.spec import ModelConfig
-
-PRIMARY_FILE = "model.safetensors"
-AUX_FILE = "aux.safetensors"
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put before the names of what they wrap."""
+from dualflow.model.quantise import (
+    QUANTISED_TENSORS,
+    QuantisedMatrix,
+    quantised_matrices,
+    with_quantised_modules,
+)
+from dualflow.spec import ModelConfig, QuantisedFormat, QuantisedWeights
 
 
 def save_model(
@@ -72,37 +81,52 @@ def write_model(
 ) -> None:
     """Write a model's files into an existing ``folder``, such as one of ``atomic_folder``'s."""
     bare = _unwrap(model)
-    tensors = _stored_tensors(bare)
+    tensors = stored_tensors(bare)
     save_tensors(
-        folder / PRIMARY_FILE, {name: t for name, t in tensors.items() if not _is_aux(name)}
+        folder / PRIMARY_FILE, {name: t for name, t in tensors.items() if not is_aux(name)}
     )
-    if aux := {name: t for name, t in tensors.items() if _is_aux(name)}:
+    if aux := {name: t for name, t in tensors.items() if is_aux(name)}:
         save_tensors(folder / AUX_FILE, aux)
     if tokenizer_json is not None:
         _write_text(folder / "tokenizer.json", _tokenizer_text(tokenizer_json))
     if metrics is not None:
         _write_json(folder / "metrics.json", _finite(metrics))
-    fields = configuration.to_dict(bare.config)
+    fields, weights = configuration.to_dict(bare.config), {}
+    if bare.quantised is not None:
+        weights["weights"] = configuration.to_dict(QuantisedWeights(format=bare.quantised))
     _write_json(
         folder / "config.json",
-        {"model_type": MODEL_TYPE, "format_version": FORMAT_VERSION, "config": fields},
+        {"model_type": MODEL_TYPE, "format_version": FORMAT_VERSION, **weights, "config": fields},
     )
 
 
 def load_model(
-    folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    weights: QuantisedFormat | None = None,
 ) -> CausalLM:
     """The model in ``folder``, in eval mode.
 
-    folder: a model folder, or a run folder: its final model, else its newest checkpoint.
-    dtype:  the floating-point format to load as; None keeps each tensor as it is stored.
+    folder:   a model folder, or a run folder: its final model, else its newest checkpoint.
+    dtype:    the floating-point format to load as; None keeps each tensor as it is stored. The
+              codes and scales of quantised matrices are always kept: of such a model it says how
+              everything else is held, activations included.
+    weights:  quantise the matrices while they are read (``model.quantise``); None leaves them as
+              they are stored.
 
     Raises ``ValueError`` where anything is missing, unexpected, of another shape or number format,
     damaged, of another kind of model, or too large for the ``dtype`` asked for; every message names
     the file and the tensors.
     """
     place = find_model_folder(folder)
-    config = read_config(place)
+    config, stored_as = read_config(place), read_quantised(place)
+    kind = weights or stored_as
+    if stored_as not in (None, kind):
+        raise ValueError(
+            f"{place} holds {stored_as} weights, which cannot be made {kind}; "
+            "load the model they were made from"
+        )
     headers = _read_headers(place)
     stored = {name: entry for header in headers.values() for name, entry in header.items()}
     flows = max(1, config.num_flows)  # one without tensors of its own in a layer is possible
@@ -111,14 +135,35 @@ def load_model(
             f"{place}: config.json has num_layers {config.num_layers:,} and "
             f"{config.num_flows:,} auxiliary flows, the files {len(stored):,} tensors"
         )
-    _check_strict(place, _expected_shapes(place, config), headers)
-    model = build_model(config, None, device, dtype or _main_dtype(stored))
-    parameters = _stored_tensors(model)
+    check_strict(place, expected_tensors(place, config, stored_as), headers)
+    model = _empty_model(config, kind, device, dtype or _main_dtype(stored))
+    tensors, matrices = stored_tensors(model), quantised_matrices(model)
     with torch.no_grad():
         for file in headers:
             for name, tensor in load_tensors(place / file).items():
-                _assign(parameters[name], tensor, dtype, f"{place / file}: {name}")
+                module, _, leaf = name.rpartition(".")
+                where = f"{place / file}: {name}"
+                if module not in matrices or leaf not in QUANTISED_TENSORS:
+                    _assign(tensors[name], tensor, dtype, where)
+                elif stored_as is None:
+                    _quantise(matrices[module], tensor, where)
+                else:
+                    _assign_quantised(tensors[name], tensor, where)
     return model.eval()
+
+
+def read_quantised(folder: str | Path) -> QuantisedFormat | None:
+    """The format of the matrices of a model or run folder; None where they are floats. Raises
+    ``ValueError`` as ``load_model`` does.
+    """
+    place = find_model_folder(folder)
+    table = read_model_config(place)
+    if "weights" not in table:
+        return None
+    try:
+        return configuration.from_dict(QuantisedWeights, table["weights"], "weights").format
+    except ValueError as error:
+        raise ValueError(f"{place / 'config.json'}: {error}") from error
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -158,81 +203,43 @@ def _read_headers(place: Path) -> dict[str, dict[str, TensorEntry]]:
     }
 
 
-def _expected_shapes(place: Path, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """What ``config`` needs, found without the memory for it: a config that lies costs nothing."""
-    try:
-        model = build_model(config, device="meta")
-    except (RuntimeError, OverflowError, MemoryError) as error:
-        raise ValueError(
-            f"{place / 'config.json'} describes a model that cannot be built: {error}"
-        ) from error
-    return {name: tuple(tensor.shape) for name, tensor in _stored_tensors(model).items()}
-
-
-def _check_strict(
-    place: Path,
-    expected: Mapping[str, tuple[int, ...]],
-    headers: Mapping[str, Mapping[str, TensorEntry]],
-) -> None:
-    problems: list[str] = []
-    for file, belongs in ((PRIMARY_FILE, False), (AUX_FILE, True)):
-        wanted = {name: shape for name, shape in expected.items() if _is_aux(name) == belongs}
-        found = headers.get(file)
-        if found is None:
-            problems += [f"{file} is missing (with {_few(wanted)})"] if wanted else []
-            continue
-        prefixes = sorted({prefix for name in found if (prefix := _wrapper_prefix(name))})
-        if prefixes:
-            listed = ", ".join(map(repr, prefixes))
-            problems.append(
-                f"{file}: names begin with {listed}, put there by a wrapper "
-                "(torch.compile, DistributedDataParallel); save the bare model under its own names"
-            )
-            continue
-        problems += _compare(file, wanted, found)
-    if problems:
-        raise ValueError(f"{place} does not fit its config.json: " + "; ".join(problems))
-
-
-def _compare(
-    file: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, TensorEntry]
-) -> list[str]:
-    problems: list[str] = []
-    if missing := wanted.keys() - found.keys():
-        problems.append(f"{file}: missing {_few(missing)}")
-    if unexpected := found.keys() - wanted.keys():
-        problems.append(f"{file}: unexpected {_few(unexpected)}")
-    both = sorted(wanted.keys() & found.keys())
-    if shapes := [
-        f"{n} {list(found[n].shape)}, expected {list(wanted[n])}"
-        for n in both
-        if found[n].shape != wanted[n]
-    ]:
-        problems.append(f"{file}: other shape: {_few(shapes, sort=False)}")
-    if dtypes := [f"{n} ({found[n].dtype})" for n in both if found[n].dtype not in FLOATS]:
-        problems.append(f"{file}: not one of {', '.join(FLOATS)}: {_few(dtypes, sort=False)}")
-    return problems
-
-
-def _few(names: Iterable[str], sort: bool = True) -> str:
-    listed = sorted(names) if sort else list(names)
-    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
-    return ", ".join(listed[:8]) + more
-
-
-def _wrapper_prefix(name: str) -> str | None:
-    for prefix in ("module.", *_WRAPPERS):
-        if name.startswith(prefix) or (prefix in _WRAPPERS and f".{prefix}" in name):
-            return prefix
-    return None
+def _empty_model(
+    config: ModelConfig,
+    kind: QuantisedFormat | None,
+    device: str | torch.device,
+    dtype: torch.dtype,
+) -> CausalLM:
+    """A model that is filled by the caller; the float matrices of a quantised one never exist."""
+    if kind is None:
+        return build_model(config, None, device, dtype)
+    model = build_model(config, None, "meta", dtype)
+    return with_quantised_modules(model, kind).to_empty(device=device)
 
 
 def _main_dtype(stored: Mapping[str, TensorEntry]) -> torch.dtype:
-    """The format of most weights: what the model is built in before each tensor gets its own."""
+    """The format of most weights: what the model is built in before each tensor gets its own. Of
+    quantised models: of most of what is not quantised.
+    """
     sizes: dict[str, int] = {}
-    for entry in stored.values():
-        sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
+    for name, entry in stored.items():
+        if entry.dtype in FLOATS and not name.endswith(QUANTISED_TENSORS[1:]):
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
     return FLOATS[max(sizes, key=lambda name: sizes[name])]
+
+
+def _quantise(matrix: QuantisedMatrix, tensor: Tensor, name: str) -> None:
+    try:
+        matrix.assign(tensor)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _assign_quantised(buffer: Tensor, tensor: Tensor, name: str) -> None:
+    """Copy codes, or scales that must be numbers."""
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        wrong = int((~tensor.isfinite()).sum())
+        raise ValueError(f"{name}: {wrong:,} of {tensor.numel():,} values are not finite")
+    buffer.copy_(tensor)
 
 
 def _assign(parameter: Tensor, tensor: Tensor, dtype: torch.dtype | None, name: str) -> None:
@@ -252,19 +259,6 @@ def _assign(parameter: Tensor, tensor: Tensor, dtype: torch.dtype | None, name: 
         parameter.data = converted.to(parameter.device)
 
 
-def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors by canonical name, each once: a tied head goes by the embedding's name."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-            tensors[name] = tensor
-    return tensors
-
-
 def _unwrap(model: nn.Module) -> CausalLM:
     while not isinstance(model, CausalLM):
         inner = getattr(model, "_orig_mod", getattr(model, "module", None))
@@ -274,10 +268,6 @@ def _unwrap(model: nn.Module) -> CausalLM:
             )
         model = inner
     return model
-
-
-def _is_aux(name: str) -> bool:
-    return ".aux." in name
 
 
 def _tokenizer_text(tokenizer_json: str | Path) -> str:

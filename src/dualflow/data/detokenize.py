@@ -61,7 +61,7 @@ class StreamDetokenizer:
     def __init__(
         self, texts: TokenTexts, stop: Sequence[str] = (), context: Sequence[int] = ()
     ) -> None:
-        self._stops = _StopStrings(stop)
+        self._stops = StopStrings(stop)
         self._special = texts.tokenizer.special_ids
         before = [token_id for token_id in context if token_id not in self._special]
         self._decoder: _Decoder = (
@@ -185,8 +185,12 @@ class _WindowDecoder:
         return decode(self._done + self._new)[len(before) :]
 
 
-class _StopStrings:
-    """Finds the first completed stop string, character by character (Knuth, Morris, Pratt)."""
+class StopStrings:
+    """Finds the first completed stop string, character by character (Knuth, Morris, Pratt).
+
+    ``push`` returns the text that can no longer become part of one; ``found`` is the one that ended
+    the text. Raises ``ValueError`` for an empty stop string.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str):

@@ -35,11 +35,19 @@ _GROUP = 1 << 20
 class Tokenizer:
     """A ``tokenizers.Tokenizer`` whose end of text is known and that drops and adds nothing.
 
+    ``stop_ids`` are all ids at which generation ends: ``eos_id``, and those that end a turn of a
+    chat where they are others.
+
     Raises ``ValueError`` where ``eos_token`` is None and the tokenizer has none of the usual ones,
-    or lacks ``eos_token``.
+    or lacks ``eos_token`` or one of ``stop_ids``.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        eos_token: str | None = None,
+        stop_ids: Iterable[int] = (),
+    ) -> None:
         self._backend = backend
         # A file may ask for truncation or padding; both would silently change what is trained on.
         backend.no_truncation()
@@ -60,15 +68,22 @@ class Tokenizer:
                 "uses"
             )
         self.eos_id: int = eos_id
+        self.stop_ids: frozenset[int] = frozenset({eos_id, *stop_ids})
+        if wrong := [number for number in self.stop_ids if not 0 <= number < self.vocab_size]:
+            raise ValueError(
+                f"the end-of-text id {wrong[0]} is not in the vocabulary of {self.vocab_size} ids"
+            )
 
     @classmethod
-    def from_json(cls, text: str, eos_token: str | None = None) -> "Tokenizer":
+    def from_json(
+        cls, text: str, eos_token: str | None = None, stop_ids: Iterable[int] = ()
+    ) -> "Tokenizer":
         """The tokenizer a ``tokenizer.json`` holds. Raises ``ValueError`` where it is not one."""
         try:
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"not a tokenizer.json ({error})") from error
-        return cls(backend, eos_token)
+        return cls(backend, eos_token, stop_ids)
 
     def to_json(self) -> str:
         """The whole tokenizer as the text of a ``tokenizer.json``."""
@@ -82,7 +97,13 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """Ids of the control tokens."""
-        return frozenset(self._special.values())
+        return frozenset(self.special_tokens.values())
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids of the control tokens by name."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
 
     def id_of(self, token: str) -> int | None:
         """The id of one token by its name, None where there is no such token."""
@@ -149,21 +170,16 @@ class Tokenizer:
         return self.to_json() == bytes_tokenizer().to_json()
 
     @cached_property
-    def _special(self) -> dict[str, int]:
-        added = self._backend.get_added_tokens_decoder()
-        return {token.content: number for number, token in added.items() if token.special}
-
-    @cached_property
     def _control_names(self) -> re.Pattern[str]:
         return re.compile(
-            "|".join(re.escape(name) for name in sorted(self._special, key=len, reverse=True))
+            "|".join(re.escape(name) for name in sorted(self.special_tokens, key=len, reverse=True))
         )
 
     @cached_property
     def _reads_control_names(self) -> bool:
         """Whether the model itself (Unigram, WordPiece, ...) reads a control token's name as it."""
         self._backend.encode_special_tokens = True
-        names = [name for name in self._special if len(name) > 1]
+        names = [name for name in self.special_tokens if len(name) > 1]
         encodings = self._backend.encode_batch_fast(names, add_special_tokens=False)
         return any(self.special_ids.intersection(encoding.ids) for encoding in encodings)
 
@@ -238,9 +254,9 @@ def _interruptibly(work: Callable[[], None]) -> None:
 def load_tokenizer(name: str | Path, eos_token: str | None = None) -> Tokenizer:
     """``bytes``, or the ``tokenizer.json`` at a path or in the folder at a path.
 
-    A ``tokenizer_config.json`` beside it is read for the end-of-text token alone. ``bpe:N`` is not
-    loaded but trained (``dualflow.data.prepare``). Raises ``FileNotFoundError`` where there is no
-    such file.
+    A ``tokenizer_config.json`` beside it is read for the end-of-text token alone, a
+    ``generation_config.json`` for ``stop_ids`` alone. ``bpe:N`` is not loaded but trained
+    (``dualflow.data.prepare``). Raises ``FileNotFoundError`` where there is no such file.
     """
     if str(name) == "bytes":
         return bytes_tokenizer()
@@ -252,7 +268,9 @@ def load_tokenizer(name: str | Path, eos_token: str | None = None) -> Tokenizer:
     path = tokenizer_file(name)
     try:
         return Tokenizer.from_json(
-            path.read_text(encoding="utf-8"), eos_token or configured_eos(path.parent)
+            path.read_text(encoding="utf-8"),
+            eos_token or configured_eos(path.parent),
+            configured_stop_ids(path.parent),
         )
     except (ValueError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -272,13 +290,35 @@ def tokenizer_file(name: str | Path) -> Path:
 
 def configured_eos(folder: Path) -> str | None:
     """The end-of-text token that a ``tokenizer_config.json`` in ``folder`` names, if any."""
+    return named_tokens(folder).get("eos_token")
+
+
+def named_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens (``bos_token``, ``eos_token``, ...) that a ``tokenizer_config.json`` in
+    ``folder`` names; empty where there is none that can be read.
+    """
+    found: dict[str, str] = {}
+    for name, token in read_table(folder / "tokenizer_config.json").items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def configured_stop_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end a text by a ``generation_config.json`` in ``folder``, where there is one."""
+    ids: Any = read_table(folder / "generation_config.json").get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [ids]
+    return tuple(number for number in listed if type(number) is int)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The JSON object in one of a tokenizer's files; empty where it is missing or not one."""
     try:
-        config: Any = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        token = config.get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return None
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 def _byte_level(model: models.Model) -> tokenizers.Tokenizer:

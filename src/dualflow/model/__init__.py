@@ -7,6 +7,7 @@ from dualflow.model.dual import DualFlowLM
 from dualflow.model.init import initialise
 from dualflow.model.kv import BatchKV, ContiguousCache, KVReader, KVWriter
 from dualflow.model.phd import PHD2LM
+from dualflow.model.quantise import QuantisedEmbedding, QuantisedLinear, quantise_model
 from dualflow.model.readout import ReadoutLogProbs
 from dualflow.model.rows import Kept, Rows
 from dualflow.model.standard import StandardLM
@@ -15,8 +16,8 @@ from dualflow.spec import ModelConfig, Variant
 
 __all__ = [
     "AuxRows", "BatchKV", "CausalLM", "ContiguousCache", "DualFlowLM", "KVReader", "KVWriter",
-    "Kept", "LossSums", "PHD2LM", "ReadoutLogProbs", "Rows", "StandardLM", "StepOutput",
-    "TwoSoftmaxLM", "build_model",
+    "Kept", "LossSums", "PHD2LM", "QuantisedEmbedding", "QuantisedLinear", "ReadoutLogProbs",
+    "Rows", "StandardLM", "StepOutput", "TwoSoftmaxLM", "build_model", "quantise_model",
 ]  # fmt: skip
 
 VARIANTS: dict[Variant, type[CausalLM]] = {

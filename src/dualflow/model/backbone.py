@@ -2,7 +2,7 @@
 rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,12 +13,13 @@ from dualflow.model.couplings import per_flow, project
 from dualflow.model.flows import owned
 from dualflow.model.kv import BatchKV, ContiguousCache, KVWriter
 from dualflow.model.layer import Layer
+from dualflow.model.quantise import QUANTISED_TENSORS, QuantisedEmbedding
 from dualflow.model.readout import ReadoutLogProbs
 from dualflow.model.rows import Kept, Rows
 from dualflow.ops.mixture import TargetLogProbs, log_softmax, sum_over_chunks
 from dualflow.ops.norm import make_norm
 from dualflow.ops.rope import rotary_table
-from dualflow.spec import ModelConfig
+from dualflow.spec import ModelConfig, QuantisedFormat
 
 
 class AuxRows(NamedTuple):
@@ -89,9 +90,34 @@ class CausalLM(nn.Module):
         self.has_primary_readout = config.readout.kind != "aux_only"
         self.model = Backbone(config, own_key_value=own_key_value)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        # What ``model.quantise`` made of the matrices; None: they are floats.
+        self.quantised: QuantisedFormat | None = None
+        self.tie_head()
         self._checkpointing = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lies."""
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of activations: what the embedding gives."""
+        table = self.model.embed_tokens
+        return table.dtype if isinstance(table, QuantisedEmbedding) else table.weight.dtype
+
+    def tie_head(self) -> None:
+        """Let the head hold the embedding's own tensors, where the two are tied."""
+        if self.config.tie_embeddings:
+            for name in QUANTISED_TENSORS:
+                if hasattr(self.lm_head, name):
+                    setattr(self.lm_head, name, getattr(self.model.embed_tokens, name))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CausalLM":
+        # Moving a model moves each buffer by itself, and so would part a tied head of buffers.
+        super()._apply(fn, recurse)
+        self.tie_head()
+        return self
 
     # What a variant defines.
 
@@ -220,15 +246,14 @@ class CausalLM(nn.Module):
 
     def new_cache(self, max_length: int) -> ContiguousCache:
         """An empty KV cache for one sequence of at most ``max_length`` tokens."""
-        weight = self.model.embed_tokens.weight
         c = self.config
         return ContiguousCache(
             c.num_layers,
             c.kv_heads,
             c.head_size,
             max_length,
-            device=weight.device,
-            dtype=weight.dtype,
+            device=self.device,
+            dtype=self.dtype,
         )
 
     def set_activation_checkpointing(self, enabled: bool) -> None:

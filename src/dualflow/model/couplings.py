@@ -53,7 +53,7 @@ def couple(
 
 
 def project(
-    x_RC: Tensor, rows: Rows, shared: nn.Linear, owned: Sequence[nn.Module | None]
+    x_RC: Tensor, rows: Rows, shared: nn.Module, owned: Sequence[nn.Module | None]
 ) -> Tensor:
     """``shared`` over every row; a flow's LoRA is added to its rows, a flow's own matrix
     replaces the shared one.

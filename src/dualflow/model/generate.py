@@ -208,7 +208,7 @@ class _Sequence:
 
     def __init__(self, model: CausalLM, max_length: int, aux: AuxMode) -> None:
         self._model, self._aux = model, aux
-        self._device = model.model.embed_tokens.weight.device
+        self._device = model.device
         self.cache: ContiguousCache = model.new_cache(max_length)
         self.aux_positions = 0
 

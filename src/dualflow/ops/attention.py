@@ -60,3 +60,18 @@ def row_attention_with_own(
     q = q_ANH.view(num_rows, kv_heads, num_heads // kv_heads, head_dim)
     out = F.scaled_dot_product_attention(q, k_AKSH, v_AKSH, attn_mask=mask_AS[:, None, None, :])
     return out.reshape(num_rows, num_heads, head_dim)
+
+
+def group_attention(
+    q_BRNH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask_BRS: Tensor | None
+) -> Tensor:
+    """``row_attention`` for B sequences at once, R query rows each. Returns [B, R, N, H]."""
+    batch, num_rows, num_heads, head_dim = q_BRNH.shape
+    kv_heads = k_BKSH.shape[1]
+    groups = num_heads // kv_heads
+    q = q_BRNH.view(batch, num_rows, kv_heads, groups, head_dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(batch, kv_heads, groups * num_rows, head_dim)
+    mask = None if mask_BRS is None else mask_BRS.repeat(1, groups, 1)[:, None]
+    out = F.scaled_dot_product_attention(q, k_BKSH, v_BKSH, attn_mask=mask)
+    out = out.view(batch, kv_heads, groups, num_rows, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(batch, num_rows, num_heads, head_dim)

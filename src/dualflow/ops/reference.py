@@ -2,6 +2,9 @@
 and for reading.
 """
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,3 +41,33 @@ def mixture_loss(
     r_TV = alpha_T[:, None] * p_TV + (1 - alpha_T[:, None]) * q_TV
     index = targets_T[:, None]
     return -(r_TV.gather(1, index).log() + primary_loss_weight * p_TV.gather(1, index).log()).sum()
+
+
+def quantise_group(weights: list[float], levels: int) -> tuple[list[int], float, float]:
+    """Codes, scale and minimum of one group: 127 levels for int8, whose minimum is 0, 15 for int4.
+
+    Every weight is within half a scale of scale · code + minimum.
+    """
+    minimum, largest = 0.0, max(abs(w) for w in weights)
+    if levels == 15:
+        minimum = half_beside(min(weights), above=False)
+        largest = max(weights) - minimum
+    scale = half(largest / levels)
+    if largest > scale * (levels + 0.5):
+        scale = half_beside(largest / levels, above=True)
+    codes = [round((w - minimum) / scale) if scale else 0 for w in weights]
+    lowest = -levels if levels == 127 else 0
+    return [min(max(code, lowest), levels) for code in codes], scale, minimum
+
+
+def half(x: float) -> float:
+    """The float16 nearest to ``x``."""
+    return float(np.float16(x))
+
+
+def half_beside(x: float, *, above: bool) -> float:
+    """The nearest float16 that is not below ``x``; with ``above`` false, not above it."""
+    near = np.float16(x)
+    if (float(near) < x) if above else (float(near) > x):
+        near = np.nextafter(near, np.float16(math.inf if above else -math.inf))
+    return float(near)

@@ -1,4 +1,6 @@
-"""What a model costs, by formula: FLOPs and KV bytes per token. Nothing here imports torch."""
+"""What a model costs, by formula: FLOPs and KV bytes per token, bytes of weights. Nothing here
+imports torch.
+"""
 
 from dualflow.plan.costs import (
     FlopBreakdown,
@@ -11,15 +13,20 @@ from dualflow.plan.costs import (
     train_flops,
     train_flops_per_token,
 )
+from dualflow.plan.weights import WeightBytes, WeightFormat, matrix_bytes, weight_bytes
 
 __all__ = [
     "FlopBreakdown",
     "FlowFlops",
+    "WeightBytes",
+    "WeightFormat",
     "decode_flops",
     "decode_flops_per_token",
     "kv_bytes_per_token",
+    "matrix_bytes",
     "prefill_flops",
     "prefill_flops_per_token",
     "train_flops",
     "train_flops_per_token",
+    "weight_bytes",
 ]

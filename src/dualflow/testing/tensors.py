@@ -31,6 +31,13 @@ def tiny_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.fl
     return model
 
 
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are equal bit by bit, or neither is there."""
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
 @torch.no_grad()
 def perturb(model: torch.nn.Module, seed: int = 0, std: float = 0.3) -> None:
     """Add seeded noise of ``std`` to every vector, and to every matrix that is all zeros (LoRA's

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from dualflow.model.quantise import quantised_matrices
 from dualflow.train.config import OptimizerConfig
 
 OptimizerName = Literal["muon", "adamw"]
@@ -219,7 +220,16 @@ def check_cover(groups: Iterable[ParameterGroup], trainable: Mapping[str, Any]) 
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name, each tensor once (a tied head goes by the embedding's name)."""
+    """Trainable parameters by name, each tensor once (a tied head goes by the embedding's name).
+
+    Raises ``ValueError`` where matrices are quantised: they are no parameters, and what is left
+    would be trained without them.
+    """
+    if matrices := quantised_matrices(model):
+        raise ValueError(
+            f"a model with {next(iter(matrices.values())).kind} weights cannot be trained; "
+            "train the float model and quantise the result"
+        )
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }

@@ -54,3 +54,14 @@ def test_rotation_equals_the_reference(position: int) -> None:
         torch.testing.assert_close(
             rope.rotate(x, table)[0, head], reference.rotate(x[0, head], position, 10000.0)
         )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sequences_side_by_side_attend_as_each_does_alone(masked: bool) -> None:
+    q = torch.randn(3, 4, 8, 6, dtype=torch.float64)
+    k, v = (torch.randn(3, 2, 10, 6, dtype=torch.float64) for _ in range(2))
+    mask = torch.arange(10) <= torch.tensor([[0, 3, 9, 9], [5, 5, 5, 5], [1, 2, 3, 4]])[..., None]
+    got = attention.group_attention(q, k, v, mask if masked else None)
+    for i in range(3):
+        alone = attention.row_attention(q[i], k[i], v[i], mask[i] if masked else None)
+        torch.testing.assert_close(got[i], alone, rtol=0, atol=1e-12)

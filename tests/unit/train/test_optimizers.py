@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualflow.model import build_model
+from dualflow.model import build_model, quantise_model
 from dualflow.testing.configs import FAMILIES, FLOWS, family_config, flow_config, tiny_config
 from dualflow.train.config import OptimizerConfig
 from dualflow.train.optimizers import Optimizers, ParameterGroup, assign_groups, check_cover
@@ -164,6 +164,14 @@ def test_state_of_another_model_or_optimizer_is_refused() -> None:
     wider = build_model(tiny_config(hidden_size=48, head_dim=4))
     with pytest.raises(ValueError, match="has shape"):
         Optimizers(wider, MUON).load_state_tensors(state)
+
+
+def test_a_quantised_model_is_not_trained() -> None:
+    model = quantise_model(build_model(tiny_config("dual")), "int4")
+    with pytest.raises(ValueError, match="int4 weights cannot be trained; train the float model"):
+        Optimizers(model, MUON)
+    with pytest.raises(ValueError, match="int4 weights cannot be trained"):
+        assign_groups(torch.nn.ModuleList([model]), ADAMW)
 
 
 def test_the_table_lists_every_parameter_and_its_groups_settings() -> None:

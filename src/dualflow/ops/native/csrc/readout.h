@@ -1,0 +1,145 @@
+// From final rows to log p, log q and log r, as ops/mixture.py defines them.
+#pragma once
+#include "phases.h"
+
+namespace {
+enum Reduction { TOP_P, SUM_P, SQUARE_P, MIXED_P, BEST_R, BEST_ID, REDUCTIONS = 8 };
+
+// Rows of the head: the read primary rows, then the auxiliary rows flow by flow. With T = 0 log p and alpha
+// are given: the primary's rows were read by an earlier step.
+inline void NativeModel::read_out(Frame &f, int t) {
+    int reads = f.T ? f.reads : 0, rows = reads + f.flows * f.A, V = spec.vocab, threads = pool->size();
+    if (rows == 0) return;
+    bool bf16 = reads_bf16(head.format);
+    float buffer[width_ld + 16];
+    memset(buffer, 0, sizeof(float) * (width_ld + 16));
+    for (int i = t; i < rows; i += threads) {
+        int row = i < reads ? f.s.read[i] : f.T + (i - reads), flow = f.flow(row);
+        const DfGain &gain = flow >= 0 && aux_final_norm[flow].gain ? aux_final_norm[flow] : spec.final_norm;
+        normalise(spec.norm, gain, spec.norm_eps, rooms.h.data() + (size_t)row * D, D, buffer);
+        for (int c = 0; c < width_ld; c += 16)
+            put(rooms.hidden_f.data(), rooms.hidden_b.data(), bf16, (size_t)i * width_ld + c, load<f16x>(buffer + c));
+    }
+    pool->barrier();
+    int begin, end;
+    share_of(head.strips, 1, t, threads, begin, end);
+    auto target = [&](int row) {
+        if (row < reads) return f.s.log_p + (size_t)row * V;
+        int a = row - reads;  // the first flow's logits go to log q, the others' to a room of their own
+        return a < f.A ? f.s.log_q + (size_t)a * V : rooms.flows.data() + (size_t)(a - f.A) * V;
+    };
+    auto emit = [&](int row, int strip, const f16x *v) {
+        int column = strip * STRIP;
+        memcpy(target(row) + column, v, sizeof(float) * std::min(STRIP, V - column));
+    };
+    Operand x{bf16 ? nullptr : rooms.hidden_f.data(), bf16 ? rooms.hidden_b.data() : nullptr, width_ld};
+    matmul(x, rows, head, begin, end, thread_rooms[t].matmul, false, emit);
+    distributions(f, t, begin * STRIP, std::min(end * STRIP, V), target);
+}
+
+// Every thread reduces over the columns it wrote; between barriers all learn the whole sums.
+template <class Target>
+inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Target target) {
+    int reads = f.T ? f.reads : 0, rows = reads + f.flows * f.A, threads = pool->size();
+    float *room = rooms.reduce.data();
+    auto cell = [&](int row, int thread) { return room + ((size_t)row * threads + thread) * REDUCTIONS; };
+    auto each = [](int from, int to, auto step) {  // 16 at a time, then what is left, in a padded vector
+        int c = from;
+        for (; c + 16 <= to; c += 16) step(c, std::integral_constant<int, 16>{});
+        if (c < to) step(c, to - c);
+    };
+    auto take = [](const float *x, auto count, float fill) {
+        if constexpr (!std::is_same_v<decltype(count), int>) return load<f16x>(x);
+        f16x v = all(fill);
+        for (int i = 0; i < count; i++) v[i] = x[i];
+        return v;
+    };
+    auto give = [](float *x, auto count, f16x v) { memcpy(x, &v, sizeof(float) * count); };
+
+    for (int row = 0; row < rows; row++) {
+        const float *x = target(row);
+        f16x top = all(-INFINITY), sums = zeros();
+        each(begin, end, [&](int c, auto n) { top = bigger(take(x + c, n, -INFINITY), top); });
+        float best = largest(top);
+        each(begin, end, [&](int c, auto n) { sums += exponential(take(x + c, n, -INFINITY) - best); });
+        cell(row, t)[TOP_P] = best, cell(row, t)[SUM_P] = begin < end ? sum(sums) : 0;
+    }
+    pool->barrier();
+    for (int row = 0; row < rows; row++) {
+        float best = -INFINITY, total = 0, *x = target(row);
+        for (int k = 0; k < threads; k++) best = fmaxf(best, cell(row, k)[TOP_P]);
+        for (int k = 0; k < threads; k++)
+            if (cell(row, k)[SUM_P] > 0) total += cell(row, k)[SUM_P] * expf(cell(row, k)[TOP_P] - best);
+        float normaliser = best + logf(total);
+        f16x square = zeros(), mixed = zeros();
+        each(begin, end, [&](int c, auto n) {
+            f16x lp = take(x + c, n, -INFINITY) - normaliser;
+            give(x + c, n, lp);
+            if (row >= reads) return;
+            f16x p = exponential(lp);
+            square += p * p, mixed += p * (1.0f - p);
+        });
+        if (row < reads) cell(row, t)[SQUARE_P] = sum(square), cell(row, t)[MIXED_P] = sum(mixed);
+    }
+    if (f.flows > 1)  // q is the flows' mean in probability
+        for (int a = 0; a < f.A; a++)
+            each(begin, end, [&](int c, auto n) {
+                f16x mean = zeros();
+                for (int flow = 0; flow < f.flows; flow++) mean += exponential(take(target(reads + flow * f.A + a) + c, n, -INFINITY));
+                f16x lq;
+                for (int i = 0; i < n; i++) lq[i] = logf(mean[i] / f.flows);
+                give(f.s.log_q + (size_t)a * spec.vocab + c, n, lq);
+            });
+    pool->barrier();
+    for (int i = 0; i < f.s.reads; i++) mix_row(f, t, i, begin, end, cell, each, take, give);
+    pool->barrier();
+    for (int i = t; i < f.s.reads; i += threads) {
+        if (f.T == 0 && f.s.aux_of_read[i] < 0) continue;
+        float best = -INFINITY;
+        for (int k = 0; k < threads; k++)
+            if (cell(i, k)[BEST_R] > best) {
+                best = cell(i, k)[BEST_R];
+                memcpy(f.s.best + i, &cell(i, k)[BEST_ID], 4);
+            }
+        if (best == -INFINITY) f.s.best[i] = -1;
+    }
+}
+
+// log r of one read row over a thread's columns, and the best of them.
+template <class Cell, class Each, class Take, class Give>
+inline void NativeModel::mix_row(Frame &f, int t, int i, int begin, int end, Cell cell, Each each, Take take, Give give) {
+    int V = spec.vocab, aux = f.flows ? f.s.aux_of_read[i] : -1;
+    const float *log_p = f.s.log_p + (size_t)i * V, *log_q = aux < 0 ? nullptr : f.s.log_q + (size_t)aux * V;
+    float *log_r = f.s.log_r + (size_t)i * V;
+    float square = 0, mixed = 0;
+    if (f.T) {
+        for (int k = 0; k < pool->size(); k++) square += cell(i, k)[SQUARE_P], mixed += cell(i, k)[MIXED_P];
+        if (t == 0) f.s.alpha[i] = fminf(fmaxf(square, 0.5f), 1.0f), f.s.complement[i] = fminf(fmaxf(mixed, 1.17549435e-38f), 0.5f);
+    }
+    float alpha = f.T ? fminf(fmaxf(square, 0.5f), 1.0f) : f.s.alpha[i];
+    float rest = f.T ? fminf(fmaxf(mixed, 1.17549435e-38f), 0.5f) : f.s.complement[i];
+    float log_alpha = logf(alpha), log_rest = logf(rest), best = -INFINITY;
+    int32_t id = 0;
+    bool mixture = spec.readout == DF_MIXTURE && log_q, from_q = spec.readout == DF_AUX_ONLY && log_q;
+    if (f.T == 0 && aux < 0) return;
+    each(begin, end, [&](int c, auto n) {
+        f16x r;
+        if (mixture) {
+            f16x a = take(log_p + c, n, -INFINITY) + log_alpha, b = take(log_q + c, n, -INFINITY) + log_rest;
+            f16x high = bigger(a, b), low = a > b ? b : a;
+            r = high + log_one_plus(exponential(low - high));
+        } else {
+            r = take((from_q ? log_q : log_p) + c, n, -INFINITY);
+        }
+        give(log_r + c, n, r);
+        float top = largest(r);
+        if (!(top > best)) return;
+        best = top;
+        for (int k = n - 1; k >= 0; k--)
+            if (r[k] == top) id = c + k;
+    });
+    cell(i, t)[BEST_R] = best;
+    memcpy(&cell(i, t)[BEST_ID], &id, 4);
+}
+
+}  // namespace

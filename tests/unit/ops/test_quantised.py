@@ -1,0 +1,186 @@
+"""Quantised matrices against their slow twin, and byte for byte where other code reads them."""
+
+import math
+
+import pytest
+import torch
+
+from dualflow.ops import quantised, reference
+from dualflow.ops.quantised import dequantise, quantise
+from dualflow.spec import QuantisedFormat
+from dualflow.testing.tensors import same, seeded
+
+KINDS: tuple[QuantisedFormat, ...] = ("int8", "int4")
+LEVELS = {"int8": 127, "int4": 15}
+WIDTHS = (1, 7, 31, 32, 33, 64, 71)
+
+
+def matrix(
+    inputs: int, outputs: int = 5, size: float = 1.0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Weights around ``size``, off centre."""
+    noise = torch.randn(outputs, inputs, generator=seeded("weights", inputs, outputs))
+    return ((noise + 0.3) * size).to(dtype)
+
+
+def codes_of(found: quantised.Quantised, inputs: int) -> torch.Tensor:
+    packed = found.minimum is not None
+    return quantised.unpack_nibbles(found.codes, inputs) if packed else found.codes
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-7, 1e4])
+@pytest.mark.parametrize("inputs", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_slow_twin_group_by_group(kind: QuantisedFormat, inputs: int, size: float):
+    weight = matrix(inputs, size=size)
+    found = quantise(weight, kind)
+    codes = codes_of(found, inputs)
+    for row in range(len(weight)):
+        for group in range(quantised.group_count(inputs)):
+            columns = slice(32 * group, min(32 * group + 32, inputs))
+            expected, scale, minimum = reference.quantise_group(
+                weight[row, columns].double().tolist(), LEVELS[kind]
+            )
+            assert codes[row, columns].tolist() == expected
+            assert found.scale[row, group].item() == scale
+            if found.minimum is not None:
+                assert found.minimum[row, group].item() == minimum
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_widening_is_scale_times_code_plus_minimum(kind: QuantisedFormat):
+    found = quantise(matrix(71), kind)
+    wide = dequantise(found, 71, torch.float64)
+    codes = codes_of(found, 71)
+    for row, column in ((0, 0), (1, 31), (2, 32), (4, 70)):
+        group = column // 32
+        minimum = 0.0 if found.minimum is None else found.minimum[row, group].item()
+        expected = found.scale[row, group].item() * codes[row, column].item() + minimum
+        assert wide[row, column].item() == expected
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 3e-7, 1e-9, 5e5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_weight_moves_by_more_than_half_a_scale(kind: QuantisedFormat, size: float):
+    if kind == "int4" and size > 1e4:
+        size = 1e4  # the minimum itself must be a float16
+    weight = matrix(71, 40, size)
+    found = quantise(weight, kind)
+    error = (dequantise(found, 71, torch.float64) - weight.double()).abs()
+    half = found.scale.double().repeat_interleave(32, 1)[:, :71] / 2
+    assert (error <= half * (1 + 1e-12)).all()
+
+
+def test_a_narrow_group_far_from_zero_is_kept_within_half_a_scale():
+    weight = 1.0 + 1e-3 * torch.rand(1, 32, generator=seeded("narrow"))
+    found = quantise(weight, "int4")
+    assert found.minimum is not None and found.minimum.item() <= weight.min().item()
+    error = (dequantise(found, 32, torch.float64) - weight.double()).abs().max()
+    assert error <= found.scale.double().max() / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [0.0, 0.25, -0.25])
+def test_a_constant_group_comes_back_exactly_where_float16_has_it(
+    kind: QuantisedFormat, value: float
+):
+    found = quantise(torch.full((2, 40), value), kind)
+    wide = dequantise(found, 40)
+    assert torch.allclose(wide, torch.full((2, 40), value), rtol=1e-3, atol=0)
+    assert (kind == "int8") or torch.equal(wide, torch.full((2, 40), value))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantising_what_was_quantised_changes_nothing(kind: QuantisedFormat):
+    found = quantise(matrix(71, 40), kind)
+    again = quantise(dequantise(found, 71, torch.float32), kind)
+    for one, other in zip(found, again, strict=True):
+        assert same(one, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_do_not_depend_on_the_number_format(kind: QuantisedFormat):
+    weight = matrix(40, dtype=torch.bfloat16)
+    expected = quantise(weight, kind)
+    for dtype in (torch.float32, torch.float64):
+        for one, other in zip(quantise(weight.to(dtype), kind), expected, strict=True):
+            assert same(one, other)
+
+
+def test_int8_layout():
+    found = quantise(matrix(71), "int8")
+    assert found.codes.dtype == torch.int8 and found.codes.shape == (5, 71)
+    assert found.scale.dtype == torch.float16 and found.scale.shape == (5, 3)
+    assert found.minimum is None
+    assert found.codes.min() >= -127
+
+
+def test_int4_layout_has_the_low_half_first():
+    found = quantise(torch.arange(5.0)[None], "int4")
+    assert found.scale.tolist() == [[pytest.approx(4 / 15, rel=1e-3)]]
+    assert found.codes.dtype == torch.uint8
+    assert found.codes.tolist() == [[0 | 4 << 4, 8 | 11 << 4, 15]]
+    assert found.minimum is not None and found.minimum.tolist() == [[0.0]]
+    assert found.minimum.dtype == found.scale.dtype == torch.float16
+
+
+@pytest.mark.parametrize("inputs", WIDTHS)
+def test_unpacking_undoes_packing(inputs: int):
+    codes = torch.randint(16, (3, inputs), generator=seeded("codes"), dtype=torch.uint8)
+    packed = quantised.pack_nibbles(codes)
+    assert packed.shape == (3, math.ceil(inputs / 2))
+    assert torch.equal(quantised.unpack_nibbles(packed, inputs), codes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_no_numbers_are_refused(kind: QuantisedFormat, wrong: float):
+    weight = matrix(40)
+    weight[2, 33] = wrong
+    with pytest.raises(ValueError, match="1 weights are not finite"):
+        quantise(weight, kind)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("int8", 1e7), ("int4", 2e6), ("int4", -7e4)])
+def test_weights_beyond_a_float16_scale_are_refused(kind: QuantisedFormat, size: float):
+    weight = torch.zeros(2, 40)
+    weight[:, 1:] = size
+    with pytest.raises(
+        ValueError, match=rf"of {abs(size):.0e}.* is too large for {kind}".replace("+", r"\+")
+    ):
+        quantise(weight, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_product_is_that_of_the_dequantised_matrix(kind: QuantisedFormat, dtype: torch.dtype):
+    found = quantise(matrix(71, 9), kind)
+    x = torch.randn(4, 71, generator=seeded("x")).to(dtype)
+    bias = torch.randn(9, generator=seeded("bias")).to(dtype)
+    expected = torch.nn.functional.linear(x, dequantise(found, 71, dtype), bias)
+    assert torch.equal(quantised.linear(x, found, bias), expected)
+    assert quantised.linear(x, found).dtype == dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_in_blocks_gives_the_same(
+    kind: QuantisedFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x = matrix(71, 9), torch.randn(4, 71, generator=seeded("x"), dtype=torch.float64)
+    bias = torch.randn(9, generator=seeded("bias"), dtype=torch.float64)
+    found = quantise(weight, kind)
+    whole = quantised.linear(x, found, bias)
+    monkeypatch.setattr(quantised, "VALUES_PER_BLOCK", 2 * 71)
+    torch.testing.assert_close(quantised.linear(x, found, bias), whole, rtol=1e-12, atol=1e-12)
+    monkeypatch.setattr(quantised, "VALUES_PER_BLOCK", 1)
+    again = quantise(weight, kind)
+    assert torch.equal(again.codes, found.codes) and torch.equal(again.scale, found.scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_embedding_gives_rows_in_any_shape_and_format(kind: QuantisedFormat):
+    found = quantise(matrix(33, 9), kind)
+    table = dequantise(found, 33, torch.bfloat16)
+    ids = torch.tensor([[8, 0, 3], [3, 3, 1]])
+    assert torch.equal(quantised.embedding(ids, found, 33, torch.bfloat16), table[ids])
+    assert quantised.embedding(ids[0, :0], found, 33, torch.float32).shape == (0, 33)
