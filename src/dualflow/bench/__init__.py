@@ -1,8 +1,17 @@
 """What ``dualflow bench`` measures. Importing this package imports no torch.
 
-A suite is a module here (``core``; others join it) that yields ``Measurement``s; ``results``
-writes them down as flat rows and renders those rows, and nothing else, as tables.
+A suite is a module here: ``core`` yields ``Measurement``s of the models' step function, the others
+rows about the engine. ``results`` writes them down as flat rows and renders those rows, and nothing
+else, as tables.
 """
+
+SUITES: dict[str, str] = {
+    "core": "training, memory of the loss, decode and prefill: the step function, dual / standard",
+    "latency": "the engine with one request: time to the first token, tokens per second",
+    "throughput": "the engine with 1, 8 and 32 requests: tokens per second, and prefill",
+    "serve-trace": "the engine under made-up traffic: percentiles, auxiliary off, on and exact",
+}
+"""The suites by name, and what each measures; the first is the default."""
 
 CORE: dict[str, str] = {
     "training": "time of a training step, dual against standard",

@@ -12,6 +12,9 @@ from dualflow.train.run_folder import environment
 Row = dict[str, Any]
 """One measurement as JSON holds it: ``COLUMNS``, null where a column says nothing about it."""
 
+MACHINE_COLUMNS = ("commit", "machine", "threads", "torch", "started")
+"""Columns of every row of every suite: the fields of ``Machine``."""
+
 COLUMNS = (
     "benchmark",
     "case",
@@ -30,11 +33,7 @@ COLUMNS = (
     "unit",
     "counted_ratio",
     "value_difference",
-    "commit",
-    "machine",
-    "threads",
-    "torch",
-    "started",
+    *MACHINE_COLUMNS,
 )
 
 
@@ -72,16 +71,16 @@ class Measurement:
             "model": self.model,
             "precision": self.precision,
             "compiled": self.compiled,
-            f"{first}_median": _rounded(median(self.samples.first)),
-            f"{second}_median": _rounded(median(self.samples.second)),
+            f"{first}_median": rounded(median(self.samples.first)),
+            f"{second}_median": rounded(median(self.samples.second)),
             "ratio_of": f"{second} / {first}",
-            "ratio_median": _rounded(median(ratios)),
-            "ratio_min": _rounded(min(ratios)),
-            "ratio_max": _rounded(max(ratios)),
+            "ratio_median": rounded(median(ratios)),
+            "ratio_min": rounded(min(ratios)),
+            "ratio_max": rounded(max(ratios)),
             "n": len(ratios),
             "unit": self.unit,
-            "counted_ratio": _rounded(self.counted_ratio),
-            "value_difference": _rounded(self.value_difference),
+            "counted_ratio": rounded(self.counted_ratio),
+            "value_difference": rounded(self.value_difference),
             **asdict(machine),
         }
         assert known.keys() <= set(COLUMNS)
@@ -117,6 +116,6 @@ def this_machine() -> Machine:
     )
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Six significant digits: more would be noise."""
     return None if value is None else float(f"{value:.6g}")

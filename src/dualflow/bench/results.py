@@ -1,7 +1,8 @@
 """results.json of a suite, and the tables rendered from it alone."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dualflow.bench import CORE
@@ -10,7 +11,29 @@ from dualflow.checkpoint.atomic import write_atomic
 from dualflow.evaluate.tables import NOTHING, Table, markdown_text, to_markdown
 from dualflow.train.run_folder import write_json
 
-COMMAND = "dualflow bench core"
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """How the rows of a suite are kept and shown.
+
+    name:     as ``dualflow bench`` knows it.
+    about:    what the figures are, for the page.
+    columns:  that every row has.
+    key:      new rows replace those with the same key that a file holds.
+    tables:   made from rows alone.
+    summary:  one row in one line, for a log.
+    order:    of keys in the file; None: as they come.
+    """
+
+    name: str
+    title: str
+    about: str
+    columns: tuple[str, ...]
+    key: Callable[[Row], Hashable]
+    tables: Callable[[Sequence[Row]], list[Table]]
+    summary: Callable[[Row], str]
+    order: tuple[Hashable, ...] | None = None
+
 
 _MARK = "<!-- Rendered from {name} by `dualflow bench`; edits are lost. -->"
 
@@ -43,21 +66,21 @@ def results_tables(rows: Sequence[Row]) -> list[Table]:
     return [_table(name, own) for name, own in chosen.items() if own]
 
 
-def results_markdown(rows: Sequence[Row], name: str = "results.json") -> str:
+def results_markdown(
+    rows: Sequence[Row], name: str = "results.json", suite: Suite | None = None
+) -> str:
     """A page with the command, the machine and all tables."""
+    suite = suite or CORE_SUITE
     parts = [
         _MARK.format(name=name),
         "",
-        "# Core benchmarks",
+        f"# {suite.title}",
         "",
-        f"Written by `{COMMAND}` and rendered from `{name}` alone. Both sides of a ratio are "
-        "measured in turns in one run; a ratio is the median over the pairs, with the smallest "
-        "and the largest in brackets. Absolute times differ between machines and hours; ratios "
-        "much less.",
+        f"Written by `dualflow bench {suite.name}` and rendered from `{name}` alone. {suite.about}",
         "",
         *(f"- {markdown_text(line)}" for line in machines(rows)),
         "",
-        *(to_markdown(table) for table in results_tables(rows)),
+        *(to_markdown(table) for table in suite.tables(rows)),
     ]
     return "\n".join(parts)
 
@@ -72,14 +95,14 @@ def machines(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def check_target(path: Path) -> None:
+def check_target(path: Path, suite: Suite | None = None) -> None:
     """Raise ``ValueError`` where results cannot go to ``path``: better before measuring than
     after.
     """
     if path.is_dir() or path.suffix != ".json":
         raise ValueError(f"--out is {path}; expected a file name that ends in .json")
     if path.exists():
-        read_results(path)
+        read_results(path, suite)
     page = _page(path)
     if page.exists() and not page.read_text(encoding="utf-8").startswith(_mark(path)):
         raise ValueError(
@@ -89,13 +112,13 @@ def check_target(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def read_results(path: Path) -> list[Row]:
-    """The rows of a results.json. Raises ``ValueError`` where it is none."""
+def read_results(path: Path, suite: Suite | None = None) -> list[Row]:
+    """The rows of a results.json. Raises ``ValueError`` where it is none of this suite."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
-    wanted = set(COLUMNS)
+    wanted = set((suite or CORE_SUITE).columns)
     if not isinstance(rows, list) or not all(
         isinstance(row, dict) and wanted <= row.keys() for row in rows
     ):
@@ -103,22 +126,20 @@ def read_results(path: Path) -> list[Row]:
     return rows
 
 
-def write_results(path: Path, rows: Sequence[Row]) -> list[Path]:
+def write_results(path: Path, rows: Sequence[Row], suite: Suite | None = None) -> list[Path]:
     """Write ``rows`` and the page beside them; returns both paths.
 
-    Rows of other benchmarks that are in the file stay: each row names its machine and commit.
+    Rows with other keys that are in the file stay: each row names its machine and commit.
     """
-    measured = {row["benchmark"] for row in rows}
-    kept = [row for row in read_results(path) if row["benchmark"] not in measured] if (
-        path.exists()
-    ) else []  # fmt: skip
-    order = list(CORE)
-    together = sorted(
-        [*kept, *rows],
-        key=lambda row: order.index(row["benchmark"]) if row["benchmark"] in CORE else len(order),
-    )
+    suite = suite or CORE_SUITE
+    measured = {suite.key(row) for row in rows}
+    there = read_results(path, suite) if path.exists() else []
+    together = [*(row for row in there if suite.key(row) not in measured), *rows]
+    if suite.order is not None:
+        order = suite.order
+        together.sort(key=lambda row: _place(suite.key(row), order))
     write_json(path, together)
-    text = results_markdown(read_results(path), path.name)
+    text = results_markdown(read_results(path, suite), path.name, suite)
     page = _page(path)
     write_atomic(page, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     return [path, page]
@@ -138,6 +159,16 @@ def summary(row: Row) -> str:
 def number(value: float) -> str:
     """Three significant digits, or all before the point where there are more."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def ratio_text(row: Row) -> str:
+    """A row's ratio, with the smallest and the largest in brackets."""
+    middle, least, most = (_ratio(row[f"ratio_{name}"]) for name in ("median", "min", "max"))
+    return f"{middle} ({least} … {most})"
+
+
+def _place(key: Hashable, order: tuple[Hashable, ...]) -> int:
+    return order.index(key) if key in order else len(order)
 
 
 def _table(name: str, rows: Sequence[Row]) -> Table:
@@ -169,7 +200,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         "yes" if row["compiled"] else "no",
         number(row[f"{first}_median"]),
         number(row[f"{second}_median"]),
-        f"{_ratio(row['ratio_median'])} ({_ratio(row['ratio_min'])} … {_ratio(row['ratio_max'])})",
+        ratio_text(row),
         _counted(row) if row["value_difference"] is None else f"{row['value_difference']:.0e}",
         str(row["n"]),
     )
@@ -198,3 +229,20 @@ def _page(path: Path) -> Path:
 
 def _mark(path: Path) -> str:
     return _MARK.format(name=path.name)
+
+
+CORE_SUITE = Suite(
+    name="core",
+    title="Core benchmarks",
+    about=(
+        "Both sides of a ratio are measured in turns in one run; a ratio is the median over the "
+        "pairs, with the smallest and the largest in brackets. Absolute times differ between "
+        "machines and hours; ratios much less."
+    ),
+    columns=COLUMNS,
+    key=lambda row: row["benchmark"],
+    tables=results_tables,
+    summary=summary,
+    order=tuple(CORE),
+)
+"""The suite ``core``; functions here mean it where no other is named."""

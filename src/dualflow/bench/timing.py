@@ -8,11 +8,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 Timed = Callable[[], float]
 """Does the work once and returns the seconds it took; what it prepares first is not counted."""
 
+Reading = TypeVar("Reading")
 
 MIN_READING_SECONDS = 0.05
 """Readings shorter than this are made of several calls."""
@@ -113,6 +114,32 @@ def paired(
         readings.append((a, b))
     watcher.at(what, repetitions, repetitions)
     return Samples(tuple(a for a, _ in readings), tuple(b for _, b in readings))
+
+
+def in_turns(
+    works: Sequence[Callable[[], Reading]],
+    repetitions: int,
+    *,
+    what: str = "",
+    watcher: Watcher = SILENT,
+) -> list[list[Reading]]:
+    """``repetitions`` readings of each of ``works``, round by round; who goes first moves on by one
+    each round. Returns those of each work; one call of each is thrown away before.
+
+    Raises ``ValueError`` for fewer than one repetition.
+    """
+    if repetitions < 1:
+        raise ValueError(f"repetitions is {repetitions}; expected at least 1")
+    readings: list[list[Reading]] = [[] for _ in works]
+    for number in range(-1, repetitions):
+        watcher.at(what, max(number, 0), repetitions)
+        first = number % len(works)
+        for index in (*range(first, len(works)), *range(first)):
+            reading = works[index]()
+            if number >= 0:
+                readings[index].append(reading)
+    watcher.at(what, repetitions, repetitions)
+    return readings
 
 
 def _mean(timed: Timed, calls: int) -> float:

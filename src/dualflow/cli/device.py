@@ -3,7 +3,7 @@
 import argparse
 
 
-def add_device_option(parser: argparse.ArgumentParser) -> None:
+def add_device_option(parser: argparse._ActionsContainer) -> None:
     """Declare ``--device``."""
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto"

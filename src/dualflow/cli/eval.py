@@ -17,6 +17,7 @@ HELP = "measure the loss of a trained model on a text"
 EXAMPLES = """\
 dualflow eval runs/demo/dual-seed0
 dualflow eval runs/demo/dual-seed0/model --data notes.txt --split all --sequence-length 256
+dualflow eval runs/demo/dual-seed0 --weights int4
 """
 
 
@@ -42,6 +43,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="windows at a time (default: 8)"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("int8", "int4"),
+        help="quantise the matrices first (default: as they are stored)",
     )
     add_device_option(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object instead")
@@ -127,7 +133,7 @@ def _evaluate(
     # Bytes are known per token of the split: not where some tokens are no targets.
     whole = shards.counted is None and not shards.document_mask
     return evaluate_loss(
-        load_model(folder, device=device),
+        load_model(folder, device=device, weights=args.weights),
         batches,
         device,
         bytes_per_token=shards.bytes_per_token if whole else None,

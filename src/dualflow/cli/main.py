@@ -23,7 +23,9 @@ from typing import Any, NoReturn, Protocol, cast
 from dualflow import __version__
 from dualflow.extras import MissingExtraError
 
-VERBS = ("demo", "train", "generate", "eval", "compare", "data", "doctor", "bench")
+VERBS = (
+    "demo", "train", "generate", "chat", "convert", "eval", "compare", "data", "doctor", "bench",
+)  # fmt: skip
 
 DESCRIPTION = "Train, compare and generate with Dual-Flow Transformers."
 EXAMPLES = """\

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2  # torch needs it too, so it is always there
+
 from dualflow.data.tokenizers import Tokenizer, named_tokens, read_table
 from dualflow.extras import require_extra
 
@@ -50,10 +52,9 @@ class ChatTemplate:
         self._module = require_extra(
             "transformers.utils.chat_template_utils", "transformers", _PURPOSE
         )
-        self._jinja = require_extra("jinja2", "transformers", _PURPOSE)
         try:
             self._module.render_jinja_template([], chat_template=source)  # compiles it
-        except self._jinja.TemplateSyntaxError as error:
+        except jinja2.TemplateSyntaxError as error:
             raise ChatError(
                 f"the chat template has an error in line {error.lineno}: {error.message}"
             ) from error
@@ -138,7 +139,7 @@ class ChatTemplate:
                 **self._tokens,
                 **asked.variables,
             )
-        except self._jinja.TemplateError as error:
+        except jinja2.TemplateError as error:
             raise ChatError(f"the chat template refuses this conversation: {error}") from error
         except Exception as error:  # a template's code may raise anything
             raise ChatError(

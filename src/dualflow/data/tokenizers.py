@@ -49,6 +49,7 @@ class Tokenizer:
         stop_ids: Iterable[int] = (),
     ) -> None:
         self._backend = backend
+        self._lock = threading.RLock()
         # A file may ask for truncation or padding; both would silently change what is trained on.
         backend.no_truncation()
         backend.no_padding()
@@ -124,9 +125,12 @@ class Tokenizer:
         if self._is_bytes and not special:
             return [np.frombuffer(t.encode("utf-8"), np.uint8).astype(np.uint32) for t in texts]
         pieces = [self._pieces(text, special) for text in texts]
-        self._backend.encode_special_tokens = not special
-        ids = self._encode_pieces(piece for of_text in pieces for piece in of_text)
-        return [np.concatenate([next(ids) for _ in of_text]) for of_text in pieces]
+        # The library keeps this switch with the tokenizer: without the lock another thread's text
+        # could be read with it.
+        with self._lock:
+            self._backend.encode_special_tokens = not special
+            ids = self._encode_pieces(piece for of_text in pieces for piece in of_text)
+            return [np.concatenate([next(ids) for _ in of_text]) for of_text in pieces]
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
         """The text of ``ids``; bytes that are no whole character become U+FFFD."""
@@ -178,9 +182,10 @@ class Tokenizer:
     @cached_property
     def _reads_control_names(self) -> bool:
         """Whether the model itself (Unigram, WordPiece, ...) reads a control token's name as it."""
-        self._backend.encode_special_tokens = True
         names = [name for name in self.special_tokens if len(name) > 1]
-        encodings = self._backend.encode_batch_fast(names, add_special_tokens=False)
+        with self._lock:
+            self._backend.encode_special_tokens = True
+            encodings = self._backend.encode_batch_fast(names, add_special_tokens=False)
         return any(self.special_ids.intersection(encoding.ids) for encoding in encodings)
 
     @cached_property

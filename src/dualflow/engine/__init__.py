@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from dualflow.engine.request import AuxPolicy, RequestError, RequestParams, StructuredOutput
+    from dualflow.engine.scheduler_config import QueueFullError
     from dualflow.engine.step_plan import Choice
 
 _HOMES = {
@@ -37,6 +38,7 @@ _HOMES = {
     "FinishEvent": "outputs",
     "LLM": "llm",
     "PromptEvent": "outputs",
+    "QueueFullError": "scheduler_config",
     "RequestError": "request",
     "RequestOutput": "outputs",
     "RequestParams": "request",
@@ -60,6 +62,7 @@ __all__ = [
     "FinishEvent",
     "LLM",
     "PromptEvent",
+    "QueueFullError",
     "RequestError",
     "RequestOutput",
     "RequestParams",

@@ -20,11 +20,15 @@ from dualflow.engine.kv_cache import KVDtype
 from dualflow.engine.torch_executor import TorchExecutor
 from dualflow.model import CausalLM
 from dualflow.model.quantise import quantise_model
+from dualflow.plan.roofline import Machine, model_work
 from dualflow.spec import ModelConfig
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOG = logging.getLogger(__name__)
 _NATIVE = "dualflow.engine.native_executor"
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1.07, "int4": 0.63}
+# What the kernel library reaches on two cores; only the ratio of the first two matters.
+_NATIVE_MACHINE = Machine(bytes_per_second=40e9, flops_per_second=300e9, seconds_per_pass=1e-4)
 
 
 def load_engine(path: str | Path, config: EngineConfig) -> Engine:
@@ -65,7 +69,11 @@ def build_engine(
     # What runs is what the engine says it is.
     backend = "torch" if isinstance(executor, TorchExecutor) else "native"
     config = replace(config, backend=backend)
-    return Engine(executor, model.config, tokenizer, config, metrics=metrics)
+    work = model_work(model.config, _BYTES[weights_format(model)], _BYTES[kv_dtype])
+    machine = _NATIVE_MACHINE if backend == "native" else Machine()
+    return Engine(
+        executor, model.config, tokenizer, config, metrics=metrics, work=work, machine=machine
+    )
 
 
 def pick_device(name: str) -> str:

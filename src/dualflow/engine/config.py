@@ -24,7 +24,8 @@ _CHOICES = {
 class EngineConfig:
     """Settings of an engine. The defaults suit one model on one machine.
 
-    page_size:        tokens whose keys and values one page holds.
+    page_size:        tokens whose keys and values one page holds; our kernels take 16, 32, 64, 128
+                      and 256.
     num_pages:        pages of the cache; or ``cache_bytes``: as many as fit into so much. Neither:
                       as many as ``max_running`` requests of the model's full length need, but at
                       most a quarter of the memory that is free (half on an accelerator).

@@ -32,6 +32,7 @@ from dualflow.engine.step_plan import SequenceResult, StepPlan, StepResult
 from dualflow.engine.structured import StructuredOutputs
 from dualflow.engine.text import TextStream
 from dualflow.model.generate import aux_off_warning
+from dualflow.plan.roofline import Machine, ModelWork
 from dualflow.spec import ModelConfig
 
 
@@ -41,6 +42,7 @@ class Engine:
     executor:  the model and its cache of ``config.num_pages`` pages of ``config.page_size``.
     tokenizer: None: prompts are ids, there is no text, and no stop strings.
     metrics:   the model's recorded losses, for the warning about ``aux = off``.
+    work, machine: what a pass costs, for the choice between grouped and lazy execution.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class Engine:
         config: EngineConfig,
         *,
         metrics: Mapping[str, Any] | None = None,
+        work: ModelWork | None = None,
+        machine: Machine | None = None,
     ) -> None:
         if config.num_pages is None:
             raise ValueError("num_pages is not set; expected the executor's number of pages")
@@ -58,7 +62,7 @@ class Engine:
         self.aux_off_warning = aux_off_warning(dict(metrics or {}))
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._executor = executor
-        self._runner = Runner(executor, model_config)
+        self._runner = Runner(executor, model_config, work=work, machine=machine)
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_pages=config.num_pages,

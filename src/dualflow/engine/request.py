@@ -113,7 +113,7 @@ class RequestParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     allowed_ids: frozenset[int] | None = None
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()

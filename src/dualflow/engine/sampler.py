@@ -5,6 +5,7 @@ The order is fixed: bias and penalties, then masks, temperature, top-k, top-p, m
 tokens depend on the request alone. Everything but a plain arg max is float64 on the CPU.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -215,7 +216,13 @@ def _fixed_mask(params: RequestParams, size: int, real: int) -> Tensor | None:
         mask_V = torch.zeros(size, dtype=torch.bool)
         mask_V[sorted(params.allowed_ids)] = True
         return mask_V
-    return torch.arange(size) < real if real < size else None
+    return _real_ids(size, real) if real < size else None
+
+
+@functools.lru_cache(maxsize=8)
+def _real_ids(size: int, real: int) -> Tensor:
+    """The mask of a padded vocabulary, one for all requests: nobody writes into it."""
+    return torch.arange(size) < real
 
 
 def _require_known(params: RequestParams, real: int) -> None:

@@ -68,7 +68,7 @@ class PassShape:
 
 
 def model_work(
-    config: ModelConfig, bytes_per_weight: float = 4, bytes_per_kv: int = 4
+    config: ModelConfig, bytes_per_weight: float = 4, bytes_per_kv: float = 4
 ) -> ModelWork:
     """The work of ``config``'s passes, its weights and its cache held in so many bytes each."""
     has_primary = config.variant != "phd2" and config.readout.kind != "aux_only"
@@ -83,7 +83,7 @@ def model_work(
         layer_bytes=(shared + config.num_layers * 2 * width * key) * bytes_per_weight,
         shared_bytes=shared * bytes_per_weight,
         head_bytes=width * config.vocab_size * bytes_per_weight,
-        kv_bytes=kv_bytes_per_token(config, bytes_per_kv),
+        kv_bytes=kv_bytes_per_token(config, 1) * bytes_per_kv,
         primary_flops=alone.primary.total - alone.primary.attention - alone.primary.head,
         aux_flops=one.aux.total - one.aux.attention - one.aux.head,
         head_flops=2 * width * config.vocab_size,

@@ -1,8 +1,8 @@
 """Compiles the kernels, one library for each instruction set: at installation, or at any time by
 ``python -m dualflow.ops.native.build``.
 
-This file is also loaded by setup.py, before there is a ``dualflow`` to import: it needs the standard
-library alone.
+This file is also loaded by setup.py, before there is a ``dualflow`` to import: it needs the
+standard library alone.
 """
 
 import os
@@ -34,8 +34,8 @@ INSTRUCTION_SETS = {
         "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     },
 }
-"""Flags of every instruction set by machine; other machines have ``baseline`` alone, which on 64-bit
-ARM is NEON.
+"""Flags of every instruction set by machine; other machines have ``baseline`` alone, which on
+64-bit ARM is NEON.
 """
 
 

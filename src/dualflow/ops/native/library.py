@@ -76,7 +76,8 @@ def load(isa: str | None = None) -> Any:
     """The library for this machine, or for the instruction set ``isa`` (for tests), its functions
     declared.
 
-    Raises ``KernelsMissingError``. ``DUALFLOW_ISA`` names an instruction set to use instead of the best.
+    Raises ``KernelsMissingError``. ``DUALFLOW_ISA`` names an instruction set to use instead of the
+    best.
     """
     baseline = _open("baseline")
     best = baseline.df_best_isa().decode()

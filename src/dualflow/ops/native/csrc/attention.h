@@ -12,14 +12,20 @@ namespace {
 struct Cache {
     int format, pages, page_size, kv_heads, head_dim, layers;
     size_t block_bytes;  // keys or values of one page and head
-    uint8_t *data;       // [layers][pages][2][kv_heads] blocks
-    float *scale;        // int8: [layers][pages][2][kv_heads][page_size]
+    uint8_t *data;       // [layers][2][kv_heads][pages] blocks: pages that follow each other lie so
+    float *scale;        // int8: [layers][2][kv_heads][pages][page_size]
 
     size_t index(int layer, int page, int kind, int head) const {
-        return (((size_t)layer * pages + page) * 2 + kind) * kv_heads + head;
+        return ((size_t)(layer * 2 + kind) * kv_heads + head) * pages + page;
     }
     uint8_t *block(int layer, int page, int kind, int head) const { return data + index(layer, page, kind, head) * block_bytes; }
     float *scales(int layer, int page, int kind, int head) const { return scale + index(layer, page, kind, head) * page_size; }
+    // Calls f(layer, kind, head) for every block of a page.
+    template <class F> void each(F f) const {
+        for (int layer = 0; layer < layers; layer++)
+            for (int kind = 0; kind < 2; kind++)
+                for (int head = 0; head < kv_heads; head++) f(layer, kind, head);
+    }
     size_t bytes() const {
         size_t blocks = (size_t)layers * pages * 2 * kv_heads;
         return blocks * (block_bytes + (format == DF_INT8 ? page_size * sizeof(float) : 0));
@@ -97,11 +103,12 @@ inline const uint8_t *readable(const Cache &c, int layer, int page, int kind, in
             const int8_t *from = codes + ((size_t)n * reduction + i) * 16;
             size_t to = ((size_t)n * reduction + i) * 16;
             if (DF_DOT_BF16) {
-                u16x low = (u16x)from_codes(from) >> 16, high = (u16x)from_codes(from + 16) & 0xffff0000u;
+                u16x low = as<uint32_t>(convert<float>(load_bytes(from))) >> 16;
+                u16x high = as<uint32_t>(convert<float>(load_bytes(from + 16))) & 0xffff0000u;
                 store((uint16_t *)s.unpacked.data() + to, low | high);  // codes are exact in bf16
             } else {
-                store((float *)s.unpacked.data() + to, from_codes(from));
-                store((float *)s.unpacked.data() + to + 16, from_codes(from + 16));
+                store((float *)s.unpacked.data() + to, convert<float>(load_bytes(from)));
+                store((float *)s.unpacked.data() + to + 16, convert<float>(load_bytes(from + 16)));
             }
         }
     return s.unpacked.data();
@@ -110,9 +117,9 @@ inline const uint8_t *readable(const Cache &c, int layer, int page, int kind, in
 template <int MR, int NR>
 DF_INLINE void multiply_block(Tile<MR, NR> &t, int format, const Operand &x, int row, const uint8_t *w, int reduction) {
     if (format == DF_F32 || (format == DF_INT8 && !DF_DOT_BF16))
-        dot_f32(t, x.row(row), x.ld, w, (size_t)reduction * 64, reduction);
+        dot_f32(t, x.row(row), x.ld, w, (size_t)reduction * 64, reduction, nullptr);
     else if (DF_DOT_BF16)
-        dot_bf16(t, x.row_bf16(row), x.ld, w, (size_t)reduction * 32, reduction);
+        dot_bf16(t, x.row_bf16(row), x.ld, w, (size_t)reduction * 32, reduction, nullptr);
     else
         dot_widened(t, x.row(row), x.ld, w, (size_t)reduction * 32, reduction);
 }
@@ -134,7 +141,7 @@ template <class F> inline void by_rows(int rows, F f) {
 
 // Asks for a block that is about to be read: pages lie apart, which the machine's own guess misses.
 inline void prefetch(const uint8_t *block, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + i);
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + i, 0, 2);
 }
 
 template <int MR>
@@ -142,7 +149,7 @@ __attribute__((noinline)) void scores_of(const Cache &c, const LaneBlock &b, int
     int H = c.head_dim, Z = c.page_size;
     for (int key = b.first_key; key < b.end_key; key += Z) {
         if (row == 0) {
-            if (key + Z < b.end_key) prefetch(c.block(b.layer, b.pages[key / Z + 1], 0, b.head), c.block_bytes);
+            if (key + 2 * Z < b.end_key) prefetch(c.block(b.layer, b.pages[key / Z + 2], 0, b.head), c.block_bytes);
             prefetch(c.block(b.layer, b.pages[key / Z], 1, b.head), c.block_bytes);
         }
         const uint8_t *w = readable(c, b.layer, b.pages[key / Z], 0, b.head, s);
@@ -205,7 +212,7 @@ inline void attend_block(const Cache &c, const LaneBlock &b, float *out, int ld,
             }
             if (key + 16 > seen)
                 for (int i = 0; i < 16; i++)
-                    if (key + i >= seen) v[i] = -INFINITY;
+                    if (key + i >= seen) v.set(i, -INFINITY);
             best = bigger(v, best);
             store(row + key, v);
         }
@@ -219,7 +226,7 @@ inline void attend_block(const Cache &c, const LaneBlock &b, float *out, int ld,
                 int at = b.first_key + key;
                 v *= load<f16x>(c.scales(b.layer, b.pages[at / Z], 1, b.head) + at % Z);
             }
-            if (bf16) store(row_b + key, narrow_bf16(v));
+            if (bf16) store_bf16(row_b + key, v);
             else store(row + key, v);
         }
         total[l] = sum(sums);

@@ -57,12 +57,11 @@ DF_PUBLIC void df_step(DfModel *m, const DfStep *step) { m->model.step(*step); }
 
 DF_PUBLIC void df_copy_page(DfModel *m, int32_t source, int32_t target) {
     const Cache &c = m->model.cache;
-    size_t heads = (size_t)2 * c.kv_heads;
-    for (int l = 0; l < c.layers; l++) {
-        memcpy(c.block(l, target, 0, 0), c.block(l, source, 0, 0), heads * c.block_bytes);
+    c.each([&](int layer, int kind, int head) {
+        memcpy(c.block(layer, target, kind, head), c.block(layer, source, kind, head), c.block_bytes);
         if (c.format == DF_INT8)
-            memcpy(c.scales(l, target, 0, 0), c.scales(l, source, 0, 0), heads * c.page_size * sizeof(float));
-    }
+            memcpy(c.scales(layer, target, kind, head), c.scales(layer, source, kind, head), sizeof(float) * c.page_size);
+    });
 }
 
 DF_PUBLIC void df_matmul(const DfMatrix *m, const float *x, int32_t rows, float *y, int32_t threads, int32_t repeats) {

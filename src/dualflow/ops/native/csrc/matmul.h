@@ -77,17 +77,29 @@ template <int MR, int NR> struct Tile {
     f16x at[MR][NR];
 };
 
+// Asks for the lines that the next panel's strips have at the place where this one is being read. While the
+// last rows of a step pass a panel, nothing else would be fetched.
+template <int NR> DF_INLINE void fetch_ahead(const uint8_t *next, size_t stride, size_t from, size_t bytes) {
+    if (!next) return;
+    for (int n = 0; n < NR; n++)
+        for (size_t at = from; at < from + bytes; at += 64) __builtin_prefetch(next + n * stride + at, 0, 2);
+}
+
 template <int MR, int NR>
-DF_INLINE void dot_bf16(Tile<MR, NR> &t, const uint16_t *x, int ldx, const uint8_t *w, size_t stride, int k) {
+DF_INLINE void dot_bf16(Tile<MR, NR> &t, const uint16_t *x, int ldx, const uint8_t *w, size_t stride, int k, const uint8_t *next) {
 #if DF_DOT_BF16
     for (int i = 0; i < k; i += 2) {
+        fetch_ahead<NR>(next, stride, (size_t)i * 32, 64);
         __m512bh wv[NR];
+        DF_UNROLL
         for (int n = 0; n < NR; n++) wv[n] = (__m512bh)_mm512_loadu_si512(w + n * stride + (size_t)i * 32);
+        DF_UNROLL
         for (int m = 0; m < MR; m++) {
             int32_t pair;
             memcpy(&pair, x + (size_t)m * ldx + i, 4);
             __m512bh xv = (__m512bh)_mm512_set1_epi32(pair);
-            for (int n = 0; n < NR; n++) t.at[m][n] = (f16x)_mm512_dpbf16_ps((__m512)t.at[m][n], wv[n], xv);
+            DF_UNROLL
+            for (int n = 0; n < NR; n++) t.at[m][n] = {{(f16x::Part)_mm512_dpbf16_ps((__m512)t.at[m][n].part[0], wv[n], xv)}};
         }
     }
 #endif
@@ -96,9 +108,11 @@ DF_INLINE void dot_bf16(Tile<MR, NR> &t, const uint16_t *x, int ldx, const uint8
 template <int MR, int NR>
 DF_INLINE void dot_widened(Tile<MR, NR> &t, const float *x, int ldx, const uint8_t *w, size_t stride, int k) {
     for (int i = 0; i < k; i += 2)
+        DF_UNROLL
         for (int n = 0; n < NR; n++) {
             u16x pair = load<u16x>(w + n * stride + (size_t)i * 32);
-            f16x even = as_float(pair << 16), odd = as_float(pair & 0xffff0000u);
+            f16x even = as<float>(pair << 16), odd = as<float>(pair & 0xffff0000u);
+            DF_UNROLL
             for (int m = 0; m < MR; m++) {
                 const float *xm = x + (size_t)m * ldx + i;
                 t.at[m][n] += even * xm[0];
@@ -108,12 +122,16 @@ DF_INLINE void dot_widened(Tile<MR, NR> &t, const float *x, int ldx, const uint8
 }
 
 template <int MR, int NR>
-DF_INLINE void dot_f32(Tile<MR, NR> &t, const float *x, int ldx, const uint8_t *w, size_t stride, int k) {
+DF_INLINE void dot_f32(Tile<MR, NR> &t, const float *x, int ldx, const uint8_t *w, size_t stride, int k, const uint8_t *next) {
     for (int i = 0; i < k; i++) {
+        fetch_ahead<NR>(next, stride, (size_t)i * 64, 64);
         f16x wv[NR];
+        DF_UNROLL
         for (int n = 0; n < NR; n++) wv[n] = load<f16x>(w + n * stride + (size_t)i * 64);
+        DF_UNROLL
         for (int m = 0; m < MR; m++) {
             float xm = x[(size_t)m * ldx + i];
+            DF_UNROLL
             for (int n = 0; n < NR; n++) t.at[m][n] += wv[n] * xm;
         }
     }
@@ -121,32 +139,39 @@ DF_INLINE void dot_f32(Tile<MR, NR> &t, const float *x, int ldx, const uint8_t *
 
 // Two inputs of a quantised strip as pairs of 16-bit numbers.
 DF_INLINE i16x read_codes(int format, const uint8_t *strip, int i) {
-    if (format == DF_INT8) return widen_code_pairs((const int8_t *)strip + (size_t)i * 16);
-    i16x both = widen_bytes(strip + (size_t)i * 8);
-    return (both | both << 12) & 0x000f000f;
+    if (format == DF_INT8) return load_byte_pairs((const int8_t *)strip + (size_t)i * 16);
+    i16x both = load_unsigned_bytes(strip + (size_t)i * 8);
+    return (both | (both << 12)) & 0x000f000f;
 }
 
 template <int MR, int NR, int FORMAT>
-DF_INLINE void dot_codes(Tile<MR, NR> &t, const Operand &x, int row, const Packed &w, int s) {
-    int groups = w.groups();
+DF_INLINE void dot_codes(Tile<MR, NR> &t, const Operand &x, int row, const Packed &w, int s, const uint8_t *next) {
+    int groups = w.groups(), group_bytes = (int)(w.strip_bytes / groups);
     for (int g = 0; g < groups; g++) {
+        fetch_ahead<NR>(next, w.strip_bytes, (size_t)g * group_bytes, group_bytes);
         i16x part[MR][NR] = {};
         for (int i = g * GROUP; i < (g + 1) * GROUP; i += 2) {
             i16x wv[NR];
+            DF_UNROLL
             for (int n = 0; n < NR; n++) wv[n] = read_codes(FORMAT, w.strip(s + n), i);
+            DF_UNROLL
             for (int m = 0; m < MR; m++) {
                 int32_t pair;
                 memcpy(&pair, x.row_codes(row + m) + i, 4);
+                DF_UNROLL
                 for (int n = 0; n < NR; n++) part[m][n] = dot_pairs(part[m][n], wv[n], pair);
             }
         }
+        DF_UNROLL
         for (int n = 0; n < NR; n++) {
             size_t at = ((size_t)(s + n) * groups + g) * STRIP;
             f16x scale = load_f16(w.scale + at);
+            DF_UNROLL
             for (int m = 0; m < MR; m++)
-                t.at[m][n] += to_float(part[m][n]) * (scale * x.scale[(size_t)(row + m) * groups + g]);
+                t.at[m][n] += convert<float>(part[m][n]) * (scale * x.scale[(size_t)(row + m) * groups + g]);
             if (w.format != DF_INT4) continue;
             f16x minimum = load_f16(w.minimum + at);
+            DF_UNROLL
             for (int m = 0; m < MR; m++) t.at[m][n] += minimum * x.sum[(size_t)(row + m) * groups + g];
         }
     }
@@ -154,17 +179,18 @@ DF_INLINE void dot_codes(Tile<MR, NR> &t, const Operand &x, int row, const Packe
 
 // ---- whole products -------------------------------------------------------------------------------
 
-// Rows [row, row + MR) times strips [s, s + NR), bias added: out [MR][NR].
+// Rows [row, row + MR) times strips [s, s + NR), bias added: out [MR][NR]. `next`: the strips that will be
+// read after these, or null.
 template <int MR, int NR>
-void compute_tile(const Operand &x, int row, const Packed &w, int s, f16x *out) {
+void compute_tile(const Operand &x, int row, const Packed &w, int s, const uint8_t *next, f16x *out) {
     Tile<MR, NR> t{};
     const uint8_t *first = w.strip(s);
-    if (w.format == DF_F32) dot_f32(t, x.row(row), x.ld, first, w.strip_bytes, w.k);
-    else if (w.format == DF_BF16 && DF_DOT_BF16) dot_bf16(t, x.row_bf16(row), x.ld, first, w.strip_bytes, w.k);
+    if (w.format == DF_F32) dot_f32(t, x.row(row), x.ld, first, w.strip_bytes, w.k, next);
+    else if (w.format == DF_BF16 && DF_DOT_BF16) dot_bf16(t, x.row_bf16(row), x.ld, first, w.strip_bytes, w.k, next);
     else if (w.format == DF_BF16) dot_widened(t, x.row(row), x.ld, first, w.strip_bytes, w.k);
     else if constexpr (2 * MR * NR <= MAX_TILE) {
-        if (w.format == DF_INT8) dot_codes<MR, NR, DF_INT8>(t, x, row, w, s);
-        else dot_codes<MR, NR, DF_INT4>(t, x, row, w, s);
+        if (w.format == DF_INT8) dot_codes<MR, NR, DF_INT8>(t, x, row, w, s, next);
+        else dot_codes<MR, NR, DF_INT4>(t, x, row, w, s, next);
     }
     for (int n = 0; n < NR; n++) {
         f16x bias = w.bias ? load<f16x>(w.bias + (size_t)(s + n) * STRIP) : zeros();
@@ -172,7 +198,7 @@ void compute_tile(const Operand &x, int row, const Packed &w, int s, f16x *out) 
     }
 }
 
-using TileFunction = void (*)(const Operand &, int, const Packed &, int, f16x *);
+using TileFunction = void (*)(const Operand &, int, const Packed &, int, const uint8_t *, f16x *);
 
 template <int MR, int NR> constexpr TileFunction tile_function() {
     if constexpr (MR * NR <= MAX_TILE) return compute_tile<MR, NR>;
@@ -205,7 +231,7 @@ inline void quantise_rows(Operand &x, int rows, int groups, MatmulScratch &s) {
             float scale = top / 32767, inverse = top > 0 ? 32767 / top : 0;
             i16x a = to_nearest(low * inverse), b = to_nearest(high * inverse);
             int16_t *to = s.codes.data() + ((size_t)r * groups + g) * GROUP;
-            store(to, __builtin_convertvector(a, s16x)), store(to + 16, __builtin_convertvector(b, s16x));
+            store_narrow(to, a), store_narrow(to + 16, b);
             // A row that holds NaN or infinity must stay visible in its products.
             s.scale[(size_t)r * groups + g] = top < INFINITY ? scale : NAN;
             s.sum[(size_t)r * groups + g] = sum(low + high);
@@ -227,7 +253,8 @@ void matmul(Operand x, int rows, const Packed &w, int begin, int end, MatmulScra
         for (count = widest; count > end - s;) count /= 2;
         for (int row = 0, now; row < rows; row += now) {
             now = std::min(each, rows - row);
-            tile_for(now, count)(x, row, w, s, scratch.tile);
+            bool last = row > 0 && row + now == rows && s + 2 * count <= end;
+            tile_for(now, count)(x, row, w, s, last ? w.strip(s + count) : nullptr, scratch.tile);
             for (int m = 0; m < now; m++)
                 for (int n = 0; n < count; n += pairs ? 2 : 1) emit(row + m, s + n, scratch.tile + m * count + n);
         }

@@ -72,7 +72,7 @@ inline void NativeModel::couple_inner(Frame &f, int l, int begin, int end, bool 
     if (begin >= end) return;
     auto get = [&](int row, int c) {
         size_t at = (size_t)row * inner_ld + c;
-        return bf16 ? as_float(widen_bf16(&rooms.inner_b[at])) : load<f16x>(&rooms.inner_f[at]);
+        return bf16 ? load_bf16(&rooms.inner_b[at]) : load<f16x>(&rooms.inner_f[at]);
     };
     float *kept = rooms.kept_u.data();
     for (int i = 0; f.s.keep && i < f.reads; i++)

@@ -51,7 +51,7 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
     auto take = [](const float *x, auto count, float fill) {
         if constexpr (!std::is_same_v<decltype(count), int>) return load<f16x>(x);
         f16x v = all(fill);
-        for (int i = 0; i < count; i++) v[i] = x[i];
+        for (int i = 0; i < count; i++) v.set(i, x[i]);
         return v;
     };
     auto give = [](float *x, auto count, f16x v) { memcpy(x, &v, sizeof(float) * count); };
@@ -75,7 +75,7 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
         each(begin, end, [&](int c, auto n) {
             f16x lp = take(x + c, n, -INFINITY) - normaliser;
             give(x + c, n, lp);
-            if (row >= reads) return;
+            if (row >= reads || spec.readout != DF_MIXTURE || !spec.flows) return;
             f16x p = exponential(lp);
             square += p * p, mixed += p * (1.0f - p);
         });
@@ -87,7 +87,7 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
                 f16x mean = zeros();
                 for (int flow = 0; flow < f.flows; flow++) mean += exponential(take(target(reads + flow * f.A + a) + c, n, -INFINITY));
                 f16x lq;
-                for (int i = 0; i < n; i++) lq[i] = logf(mean[i] / f.flows);
+                for (int i = 0; i < n; i++) lq.set(i, logf(mean[i] / f.flows));
                 give(f.s.log_q + (size_t)a * spec.vocab + c, n, lq);
             });
     pool->barrier();
@@ -126,12 +126,12 @@ inline void NativeModel::mix_row(Frame &f, int t, int i, int begin, int end, Cel
         f16x r;
         if (mixture) {
             f16x a = take(log_p + c, n, -INFINITY) + log_alpha, b = take(log_q + c, n, -INFINITY) + log_rest;
-            f16x high = bigger(a, b), low = a > b ? b : a;
+            f16x high = bigger(a, b), low = where_above(a, b, b, a);
             r = high + log_one_plus(exponential(low - high));
         } else {
             r = take((from_q ? log_q : log_p) + c, n, -INFINITY);
         }
-        give(log_r + c, n, r);
+        if (log_r != log_p) give(log_r + c, n, r);
         float top = largest(r);
         if (!(top > best)) return;
         best = top;

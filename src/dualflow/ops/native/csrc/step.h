@@ -9,7 +9,7 @@ namespace {
 constexpr int OWN_NORM_ROWS = 4;
 
 DF_INLINE void put(float *f, uint16_t *b, bool bf16, size_t at, f16x v) {
-    if (bf16) store(b + at, narrow_bf16(v));
+    if (bf16) store_bf16(b + at, v);
     else store(f + at, v);
 }
 
@@ -129,8 +129,7 @@ inline NativeModel::NativeModel(const DfModelSpec &s) : spec(s) {
     cache.block_bytes = (size_t)s.page_size * s.head_dim * (s.kv_format == DF_F32 ? 4 : s.kv_format == DF_BF16 ? 2 : 1);
     uint8_t *kv = cache_memory.allocate(cache.bytes() + 64);
     cache.data = kv;
-    size_t blocks = cache.index(s.layers, 0, 0, 0) * cache.block_bytes;
-    cache.scale = (float *)(kv + blocks);
+    cache.scale = (float *)(kv + cache.index(s.layers, 0, 0, 0) * cache.block_bytes);
 
     pool->run([&](int t) {
         int threads = pool->size(), unit = spec.layer[0].gate.data ? 2 : 1;
@@ -181,11 +180,10 @@ inline void NativeModel::embed(Frame &f, int t) {
     for (int row = t; row < f.T; row += pool->size()) {
         int slot = f.s.slot[row], page = slot / spec.page_size;
         if (slot < 0 || slot % spec.page_size) continue;
-        for (int l = 0; l < spec.layers; l++) {
-            memset(cache.block(l, page, 0, 0), 0, (size_t)2 * spec.kv_heads * cache.block_bytes);
-            if (cache.format == DF_INT8)
-                memset(cache.scales(l, page, 0, 0), 0, (size_t)2 * spec.kv_heads * spec.page_size * sizeof(float));
-        }
+        cache.each([&](int layer, int kind, int head) {
+            memset(cache.block(layer, page, kind, head), 0, cache.block_bytes);
+            if (cache.format == DF_INT8) memset(cache.scales(layer, page, kind, head), 0, sizeof(float) * spec.page_size);
+        });
     }
     for (int row = t; row < f.R; row += pool->size()) {
         float *h = rooms.h.data() + (size_t)row * D;
