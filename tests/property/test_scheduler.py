@@ -37,12 +37,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     """``plan`` and ``apply`` are rules of their own, so that anything can happen in between."""
 
     @initialize(
-        num_pages=st.integers(1, 12),
-        page_size=st.integers(1, 4),
-        max_running=st.integers(1, 5),
-        max_step_tokens=st.sampled_from([1, 2, 3, 8, 64]),
+        num_pages=st.sampled_from([12, 8, 20, 5, 3, 1]),
+        page_size=st.sampled_from([2, 1, 3, 4]),
+        max_running=st.sampled_from([4, 5, 2, 1]),
+        max_step_tokens=st.sampled_from([8, 64, 3, 2, 1]),
         max_chunk_tokens=st.sampled_from([None, None, 1, 3]),
-        prefix_cache=st.booleans(),
+        prefix_cache=st.sampled_from([True, True, False]),
         vocab_size=st.integers(1, 3),
         seed=st.integers(0, 99),
     )
@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.scheduler.config.num_pages * self.scheduler.config.page_size
 
     @rule(
-        common=st.integers(0, 20),
+        common=st.sampled_from([8, 12, 20, 3, 0]),
         own=st.lists(st.integers(0, 2), max_size=4),
         max_tokens=st.integers(2, 16),
         params=params,
@@ -68,7 +68,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 2, 3]),
     )
     def add(self, common, own, max_tokens, params, tenant, stop_ids, n):
-        prompt = ([*COMMON[:common], *own] or [0])[: self.capacity]
+        self.add_family([*COMMON[:common], *own] or [0], n, max_tokens, params, tenant, stop_ids)
+
+    def add_family(self, prompt, n, max_tokens, params, tenant, stop_ids):
+        prompt = prompt[: self.capacity]
         first = f"r{len(self.requests)}"
         for i in range(n):
             number = len(self.requests)
@@ -79,10 +82,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.add(request)
             self.requests.append(request)
 
-    @rule()
-    def step(self):
-        self.make_plan()
-        self.take_result()
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), params=params, max_tokens=st.integers(1, 8), n=st.integers(1, 3))
+    def next_turn(self, data, params, max_tokens, n):
+        """Somebody goes on with what another has read and written so far."""
+        before = data.draw(st.sampled_from(self.requests))
+        tokens = [*before.prompt_ids, *before.output_ids]
+        end = data.draw(st.integers(1, len(tokens)))
+        self.add_family(tokens[:end], n, max_tokens, params, before.tenant, frozenset())
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count):
+        for _ in range(count):
+            self.make_plan()
+            self.take_result()
 
     @rule()
     def make_plan(self):
@@ -150,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(tokens * (len(self.scheduler.requests) + 1)):
             if not self.scheduler.requests:
                 break
-            self.step()
+            self.step(1)
             self.pages_and_gauges_agree()
         assert not self.scheduler.requests, "somebody waits for ever"
         stats = self.scheduler.stats()

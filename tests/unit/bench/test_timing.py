@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualflow.bench.timing import Samples, paired
+from dualflow.bench.timing import Samples, in_turns, paired
 
 
 class Clock:
@@ -67,3 +67,24 @@ def test_samples_in_another_unit():
     samples = Samples((1.0, 2.0), (3.0, 5.0)).scaled(1000)
     assert samples.first == (1000, 2000)
     assert samples.ratios == (3.0, 2.5)
+
+
+def test_many_sides_take_turns_and_who_goes_first_moves_on():
+    calls: list[str] = []
+
+    def work(name: str):
+        def run() -> int:
+            calls.append(name)
+            return len(calls)
+
+        return run
+
+    readings = in_turns([work("a"), work("b"), work("c")], 3)
+    assert "".join(calls[3:]) == "abcbcacab"
+    assert [len(own) for own in readings] == [3, 3, 3]
+    assert readings[0] == [4, 9, 11]
+
+
+def test_no_rounds_are_refused():
+    with pytest.raises(ValueError, match="repetitions is 0"):
+        in_turns([lambda: 1], 0)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dualflow.bench import CORE, core
+from dualflow.bench import CORE, core, latency, serve_trace, throughput
 from dualflow.bench.core import Sizes
-from dualflow.bench.measurement import Measurement
+from dualflow.bench.engines import Settings
+from dualflow.bench.measurement import Machine, Measurement, Row
 from dualflow.bench.timing import Watcher
+from dualflow.bench.trace import TraceSizes
 from dualflow.cli import bench
 from dualflow.cli.main import Parser
 from tests.unit.bench.rows import memory_measurement, time_measurement
@@ -86,7 +88,7 @@ def test_nothing_is_written_when_interrupted(monkeypatch: pytest.MonkeyPatch, tm
     ("arguments", "message"),
     [
         (("--only", "decoding"), "decoding"),
-        (("latency",), "latency"),
+        (("latencies",), "latencies"),
         (("--threads", "many"), "many"),
         (("--quik",), "did you mean '--quick'?"),
     ],
@@ -103,3 +105,77 @@ def test_mistyped_arguments(
 def test_threads_below_one_are_refused():
     with pytest.raises(ValueError, match="--threads is 0; expected at least 1"):
         call("--threads", "0")
+
+
+def made_up_rows(lost: int = 0) -> list[Row]:
+    numbers = dict.fromkeys(serve_trace.COLUMNS, 1.0)
+    words = {"suite": "serve-trace", "model": "m", "variant": "dual", "aux": "on"}
+    counts = {"requests": 5, "lost": lost, "failed": 0, "pages_leaked": 0, "threads": 1}
+    machine = {"commit": "c", "machine": "cpu", "torch": "9", "started": "now"}
+    formats = {"sampling": "sampled", "weights": "w", "kv_dtype": "k", "backend": "torch"}
+    return [{**numbers, **words, **counts, **machine, **formats}]
+
+
+@pytest.mark.parametrize(("lost", "code"), [(0, 0), (1, 1)])
+def test_traffic_that_loses_a_request_is_a_bad_answer(
+    lost: int, code: int, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[tuple[Settings, TraceSizes]] = []
+
+    class Result:
+        def rows(self, machine: Machine) -> list[Row]:
+            return made_up_rows(lost)
+
+    def measure(settings: Settings, sizes: TraceSizes, watcher: Watcher) -> Result:
+        asked.append((settings, sizes))
+        return Result()
+
+    monkeypatch.setattr(serve_trace, "measure_serve_trace", measure)
+    options = "--requests 5 --rate 2 --seed 3 --weights int8 --backend torch --model here"
+    assert call("serve-trace", *options.split()) == code
+    ((settings, sizes),) = asked
+    assert (sizes.requests, sizes.rate, sizes.seed) == (5, 2.0, 3)
+    assert settings == Settings(model=Path("here"), weights="int8", backend="torch")
+    assert Path("benchmarks/serve-trace/results.json").exists()
+
+
+@pytest.mark.parametrize("suite", ["latency", "throughput", "serve-trace"])
+def test_a_quick_run_of_the_engine_takes_a_tiny_model(
+    suite: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[Settings] = []
+
+    class Nothing:
+        def __iter__(self) -> Iterator[Row]:
+            return iter(())
+
+        def rows(self, machine: Machine) -> list[Row]:
+            return []
+
+    def measure(settings: Settings, sizes: object, watcher: Watcher) -> Nothing:
+        asked.append(settings)
+        assert sizes is not None
+        return Nothing()
+
+    for module in (latency, throughput, serve_trace):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, f"measure_{name}", measure)
+    assert call(suite, "--quick") == 0
+    assert asked == [Settings(preset="demo", layers=2)]
+    assert "nothing was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("latency", "--only", "decode"), "--only belongs to core, not to latency"),
+        (("--model", "x"), "--model belongs to latency, throughput, serve-trace, not to core"),
+        (("latency", "--rate", "3"), "--rate belongs to serve-trace, not to latency"),
+        (("serve-trace", "--rate", "0"), "--rate is 0.0; expected requests per second"),
+        (("serve-trace", "--requests", "0"), "--requests is 0; expected at least 1"),
+        (("serve-trace", "--seed", "-1"), "--seed is -1; expected at least 0"),
+    ],
+)
+def test_options_of_another_suite_are_refused(arguments: tuple[str, ...], message: str):
+    with pytest.raises(ValueError, match=message):
+        call(*arguments)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dualflow.checkpoint import save_model
+from dualflow.checkpoint import load_model, save_model
 from dualflow.cli.main import main
 from dualflow.config import to_dict
 from dualflow.data import DataConfig, load_tokenizer
@@ -89,12 +89,27 @@ def test_a_run_brings_its_own_data(
     assert 0 < own["tokens"] < len(TEXT) / 2
     assert "validation split of" in str(own["data"])
 
-    from dualflow.checkpoint import load_model
     from dualflow.data import BatchLoader, prepare
 
     shards = prepare(data).validation
     loader = BatchLoader(shards, 48, 4, seed=0, shuffle=False)
     assert own["val_loss"] == pytest.approx(evaluate_loss(load_model(run), loader).loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_model_is_measured_quantised_or_quantised_on_the_way(
+    model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], weights
+):
+    options = ("--data", str(text), "--split", "all", "--sequence-length", "64")
+    floats = record(capsys, str(model), *options)
+    on_the_way = record(capsys, str(model), *options, "--weights", weights)
+    tokenizer = load_tokenizer("bytes")
+    stored = load_model(model, weights=weights)
+    save_model(stored, tmp_path / "stored", tokenizer_json=tokenizer.to_json())
+    found = record(capsys, str(tmp_path / "stored"), *options)
+    assert found["val_loss"] == on_the_way["val_loss"]
+    assert found["val_loss"] == pytest.approx(floats["val_loss"], rel=0.05)
+    assert found["val_loss"] != floats["val_loss"]
 
 
 def test_the_table_names_each_distribution(

@@ -60,8 +60,74 @@ def test_json_holds_text_tokens_and_figures(capfd, model):
     assert result["text"] + "\n" == plain
     assert result["finish_reason"] == "length"
     assert len(result["tokens"]) == result["figures"]["new_tokens"] == 6
-    assert set(result["tokens"][0]) == {"token_id", "text", "log_r", "log_p", "log_q", "alpha"}
+    shown = {"token_id", "text", "log_r", "log_p", "log_q", "alpha", "source"}
+    assert set(result["tokens"][0]) == shown
     assert result["figures"]["decode_tokens_per_second"] > 0
+
+
+def test_every_option_of_a_request_reaches_the_engine(capfd, model):
+    options = "--top-k 9 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.1 --presence-penalty 0.1"
+    options += " --frequency-penalty 0.1 --logit-bias 65=4 --logit-bias 66=-1 --min-tokens 2"
+    options += " --stop Q --stop-id 90 --ignore-eos --drafts ngram --num-drafts 2 --seed 1"
+    code, _, err = generate(
+        capfd, model, "--prompt", "abcabc", "--max-tokens", "9", *options.split()
+    )
+    assert code == 0
+    assert "new tokens" in err
+    code, out, _ = generate(
+        capfd, model, "--prompt", "x", "--max-tokens", "4", "--allow-id", "65", "--allow-id", "66"
+    )
+    assert (code, set(out)) == (0, {*out} & {*"AB\n"})
+
+
+def test_a_bias_decides_and_penalties_count(capfd, model):
+    arguments = ("--prompt", "x", "--max-tokens", "3", "--temperature", "0", "--logit-bias", "65=9")
+    assert generate(capfd, model, *arguments)[1] == "AAA\n"
+    once = generate(capfd, model, *arguments, "--frequency-penalty", "2")[1]
+    assert once.startswith("A")
+
+
+def test_log_probabilities_are_reported_where_asked_for(capfd, model):
+    arguments = ("--prompt", "xy", "--max-tokens", "2", "--temperature", "0", "--json")
+    out = generate(capfd, model, *arguments, "--logprobs", "3", "--prompt-logprobs", "1")[1]
+    result = json.loads(out)
+    for token in result["tokens"]:
+        assert len(token["top"]) == 3
+        best = max(token["top"], key=lambda one: one["log_r"])
+        assert best["token_id"] == token["token_id"]
+    assert [token["token_id"] for token in result["prompt_tokens"]] == [ord("y")]
+
+
+def test_several_outputs_stand_below_each_other(capfd, model):
+    arguments = ("--prompt", "x", "--max-tokens", "4", "--seed", "1", "--n", "2")
+    code, out, err = generate(capfd, model, *arguments)
+    assert code == 0
+    assert "--- 1 of 2\n" in out and "--- 2 of 2\n" in out
+    assert err.count("new tokens") == 2
+    result = json.loads(generate(capfd, model, *arguments, "--json")[1])
+    assert [output["index"] for output in result["outputs"]] == [0, 1]
+    assert all(len(output["tokens"]) == 4 for output in result["outputs"])
+    # Output i is that of seed + i.
+    alone = json.loads(
+        generate(capfd, model, "--prompt", "x", "--max-tokens", "4", "--seed", "2", "--json")[1]
+    )
+    assert alone["text"] == result["outputs"][1]["text"]
+
+
+@pytest.mark.parametrize("aux", ["exact", "threshold=0.7"])
+def test_the_policies_of_the_auxiliary(capfd, model, aux):
+    arguments = ("--prompt", "x", "--max-tokens", "6", "--temperature", "0", "--aux", aux)
+    code, _, err = generate(capfd, model, *arguments)
+    assert (code, "auxiliary at" in err) == (0, True)
+
+
+@pytest.mark.parametrize("name", ["float64", "float32", "bfloat16"])
+def test_number_formats_of_weights_and_cache(capfd, model, name):
+    arguments = ("--prompt", "x", "--max-tokens", "2", "--backend", "torch")
+    code, _, err = generate(capfd, model, *arguments, "--weights", name, "--kv-dtype", name)
+    assert code == 0
+    size = {"float64": 8, "float32": 4, "bfloat16": 2}[name]
+    assert f"KV cache {32 * 2 * 16 * size / 1024:,.1f} KiB" in err  # one page of one layer
 
 
 def test_switching_the_auxiliary_off_tells_both_losses(capfd, model):
@@ -116,12 +182,23 @@ def test_bytes_that_are_no_text_are_refused(capfd, model, tmp_path):
     ("arguments", "message"),
     [
         (["--temperature", "-1"], "temperature is -1.0; expected"),
-        (["--top-p", "0"], "top_p is 0.0; expected above 0"),
+        (["--top-p", "0"], "top_p is 0.0; expected a number above 0"),
         (["--top-k", "-1"], "top_k is -1; expected"),
         (["--min-p", "2"], "min_p is 2.0; expected"),
         (["--seed", "-1"], "seed is -1; expected"),
         (["--max-tokens", "0"], "max_tokens is 0; expected"),
-        (["--stop", ""], "stop[0] is ''; expected"),
+        (["--stop", ""], "stop is ('',); expected texts"),
+        (["--n", "0"], "n is 0; expected"),
+        (["--presence-penalty", "3"], "presence_penalty is 3.0; expected"),
+        (["--logit-bias", "a=1"], "--logit-bias is 'a=1'; expected ID=B"),
+        (["--logit-bias", "1=200"], "logit_bias of token 1 is 200.0; expected"),
+        (["--aux", "sometimes"], "aux is 'sometimes'; expected on, off, exact or threshold=T"),
+        (["--aux", "threshold=2"], "the aux threshold is 2.0"),
+        (["--json-schema", "nowhere.json"], "cannot read --json-schema nowhere.json"),
+        (["--threads", "0"], "--threads is 0; expected at least 1"),
+        (["--stop-id", "700"], "stop_ids has the token id 700, but the vocabulary ends at 258"),
+        (["--output", "out.jsonl"], "--output is given without --input"),
+        (["--input", "nowhere.jsonl"], "--input is given without --output"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
     ],
 )
@@ -167,7 +244,7 @@ def test_the_auxiliary_cannot_be_off_without_a_trained_p(capfd, tmp_path):
     save_model(build_model(config), tmp_path / "m", tokenizer_json=bytes_tokenizer().to_json())
     code, out, err = generate(capfd, str(tmp_path / "m"), "--prompt", "x", "--aux", "off")
     assert (code, out) == (2, "")
-    assert "--aux on" in err
+    assert "there is no trained p" in err and "aux = 'on'" in err
 
 
 def test_tokenizer_and_model_must_belong_together(capfd, tmp_path):

@@ -225,6 +225,29 @@ def test_an_id_so_high_that_writing_it_down_takes_all_memory_is_refused(tmp_path
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("stored", "stops"),
+    [
+        ('{"eos_token_id": [258, 256]}', {256, 258}),
+        ('{"eos_token_id": 258}', {256, 258}),
+        ('{"eos_token_id": null}', {256}),
+        ("[]", {256}),
+        ("{", {256}),
+    ],
+)
+def test_every_id_that_ends_a_text_is_known(tmp_path, stored, stops):
+    (tmp_path / "tokenizer.json").write_text(bytes_tokenizer().to_json())
+    (tmp_path / "generation_config.json").write_text(stored)
+    assert load_tokenizer(tmp_path).stop_ids == stops
+
+
+def test_an_end_of_text_id_outside_the_vocabulary_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(bytes_tokenizer().to_json())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 259}')
+    with pytest.raises(ValueError, match="end-of-text id 259 is not in the vocabulary of 259 ids"):
+        load_tokenizer(tmp_path)
+
+
 LONG_TRAINING = """
 import random, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -130,10 +130,10 @@ def test_a_cancelled_task_gives_its_pages_back_within_two_steps(
         before = steps.count
         steps.gate.set()
         while not aborts:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         assert aborts[0] - before <= 2
         while client.stats().running > 1:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         assert client.stats().finished.get("abort") == 1
         assert len(ids(await other)) == 100
 
@@ -147,7 +147,7 @@ def test_leaving_the_iterator_ends_the_request(engine: Engine) -> None:
             break
         await stream.aclose()  # type: ignore[attr-defined]
         while client.stats().running:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
     run(engine, scenario)
 
@@ -245,7 +245,7 @@ def test_an_event_loop_that_has_gone_leaves_nothing_running(engine: Engine) -> N
 
     async def end() -> None:
         while client.stats().running:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         await client.close()
 
     asyncio.run(end())

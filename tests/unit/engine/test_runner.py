@@ -175,14 +175,15 @@ def test_threshold_reads_p_where_alpha_reaches_it(
 
 def test_what_depends_on_r_itself_runs_the_auxiliary_under_exact() -> None:
     model = sharp_model()
-    for params in (
+    every: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 0},
         {"temperature": 0.0, "frequency_penalty": 0.5},
         {"temperature": 0.7},
         {"top_p": 0.9},
         {"logprobs": 2},
         {"drafts": "primary"},
-    ):
+    ]
+    for params in every:
         bench = Bench(model, 1, LAZY)
         request = bench.add([1, 2, 3], aux=EXACT, **params)
         for _ in range(6):
