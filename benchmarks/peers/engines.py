@@ -17,6 +17,11 @@ HERE = Path(__file__).parent
 START_SECONDS = 600
 TASK_SECONDS = 180
 
+SPINNING = {"OMP_WAIT_POLICY": "ACTIVE"}
+"""Torch is quicker where its threads wait by spinning. llama.cpp keeps OpenMP's default; so do we,
+whose kernels have threads of their own, which spinning ones would disturb.
+"""
+
 
 class EngineError(RuntimeError):
     """An engine could not be started, or failed at a task."""
@@ -51,14 +56,11 @@ def all_engines(folder: Path) -> list[EngineSpec]:
     huggingface = str(weights / "huggingface")
     llama = str(folder / "llama/bin/python")
     vllm = str(folder / "vllm/bin/python")
-    vllm_environment = {"KMP_BLOCKTIME": "1"}
-    openmp = folder / "vllm/lib/libiomp5.so"
-    if openmp.exists():  # what its documentation recommends
-        vllm_environment["LD_PRELOAD"] = str(openmp.resolve())
     specs = [
         EngineSpec(
             "transformers", "eager", short,
             (sys.executable, str(HERE / "transformers_worker.py"), huggingface, precision),
+            SPINNING,
         )
         for short, precision in (("fp32", "float32"), ("bf16", "bfloat16"))
     ]  # fmt: skip
@@ -75,7 +77,7 @@ def all_engines(folder: Path) -> list[EngineSpec]:
         EngineSpec(
             "vllm", variant, short,
             (vllm, str(HERE / "vllm_worker.py"), huggingface, precision),
-            vllm_environment, check_only,
+            SPINNING, check_only,
         )
         for short, precision, variant, check_only in (
             ("bf16", "bfloat16", "compiled", False), ("fp32", "float32", "eager", True),
@@ -107,11 +109,10 @@ class EngineProcess:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = {
-            "OMP_WAIT_POLICY": "ACTIVE",
             "OMP_NUM_THREADS": str(THREADS),
             "HF_HUB_OFFLINE": "1",
-            **os.environ,
             **spec.environment,
+            **os.environ,
         }
         with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(

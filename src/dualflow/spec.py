@@ -62,6 +62,9 @@ class AuxConfig:
             _require(len(set(names)) == len(names), f"{field} names something twice: {list(names)}")
 
 
+_DEFAULT_AUX = AuxConfig()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadoutConfig:
     """How p and q become the distribution r that is trained and sampled.
@@ -177,7 +180,7 @@ class ModelConfig:
         """What the auxiliary flows of a dual model are: ``aux``, or its defaults; None for every
         other variant.
         """
-        return (self.aux or AuxConfig()) if self.variant == "dual" else None
+        return (self.aux or _DEFAULT_AUX) if self.variant == "dual" else None
 
     @property
     def num_real_tokens(self) -> int:

@@ -142,8 +142,8 @@ def story(texts: Texts, flows: int) -> Iterator[StepRows]:
 
 
 def differences(want: Readout, got: Readout) -> Tensor:
-    """How far the log-probabilities of two readouts of the same rows lie apart: of the likelier half
-    of the tokens, as tails are of no use to anyone.
+    """How far the log-probabilities of two readouts of the same rows lie apart: of the likelier
+    half of the tokens, as tails are of no use to anyone.
 
     Rows whose r the reference leaves undefined (the auxiliary alone says what it is, and did not
     run) are compared by p and q alone.

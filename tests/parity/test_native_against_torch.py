@@ -1,7 +1,7 @@
 """The kernel library gives what the torch executor gives, in every number format it has.
 
 The reference is always float32 over the weights as they are rounded, so what is left is how the
-kernels round what they multiply them with. Lines of the tolerances: see ``allowed``.
+kernels round what they multiply them with: see ``allowed``.
 """
 
 from dataclasses import replace
@@ -58,9 +58,12 @@ KINDS: dict[str, ModelConfig] = {
     ),
 }  # fmt: skip
 
-UNITS = {"float32": 2.0**-24, "16-bit codes": 2.5 * 2.0**-16, "bfloat16": 2.0**-9}
-"""The largest relative error of one rounding of what a matrix is multiplied with. Codes are relative
-to the largest of 32 inputs, which is some 2.5 times as large as the usual one.
+UNITS = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "int8": 2.5 * 2.0**-16, "int4": 5 * 2.0**-16}
+"""The largest relative error of one rounding of what a matrix in each format is multiplied with.
+
+For int8 and int4 that are 16-bit codes, relative to the largest of 32 inputs, which is some 2.5
+times as large as the usual one; and codes of int4 count from the group's minimum, which makes them
+twice as large as the weights.
 """
 
 
@@ -68,19 +71,18 @@ def allowed(config: ModelConfig, weights: str, kv_dtype: str, isa: str) -> tuple
     """(worst, root mean square) of the differences of log-probabilities.
 
     A value passes some five products a layer, each of which rounds its input; errors of many
-    inputs add up like random ones, so the result's is about unit · sqrt(5 L + 1) times the spread
-    of the logits, which is near 1 in a calm model. Twice that for the mean; the worst of some ten
-    thousand numbers is five times as far out. Sums in float32 are longer than one rounding, hence
-    eight units.
+    inputs add up like random ones, so the result's is at most about unit · sqrt(5 L + 1) times the
+    spread of the logits, which is near 1 in a calm model. The worst of some ten thousand is five
+    times as far out. Sums in float32 are many roundings, hence sixteen units.
     """
-    unit = 8 * UNITS["float32"]
+    unit = 16 * UNITS["float32"]
     if weights in ("int8", "int4"):
-        unit = UNITS["16-bit codes"]
+        unit = UNITS[weights]
     if kv_dtype != "float32":  # both round alike, but for values that lie between two
         unit = max(unit, UNITS["bfloat16"] / 8)
     if isa == "avx512bf16" and (weights == "bfloat16" or kv_dtype != "float32"):
         unit = UNITS["bfloat16"]
-    mean = 2 * unit * (5 * config.num_layers + 1) ** 0.5
+    mean = unit * (5 * config.num_layers + 1) ** 0.5
     return 5 * mean, mean
 
 

@@ -166,14 +166,12 @@ def test_a_neighbour_that_is_not_a_number_does_no_harm(
     assert torch.equal(*logs)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_what_is_not_a_number_stays_visible(weights: str, kv_dtype: str) -> None:
     """In its own row and, through the cache, in all that come after it."""
-    model = calm_model(config_of(), weights)
-    position = model.model.layers[0].input_layernorm.weight
-    with torch.no_grad():
-        position.fill_(torch.nan)
-    executor, texts = native(model, kv_dtype=kv_dtype), Texts()
+    executor, texts = native(poisoned_model(weights), kv_dtype=kv_dtype), Texts()
     text = texts.add(20)
-    assert executor.step(texts.rows({text: 20}, read=3)).r.isnan().all()
+    texts.tokens[text][7] = POISON
+    assert executor.step(texts.rows({text: 12})).r[7:].isnan().all()
+    assert executor.step(texts.rows({text: 1})).r.isnan().all()

@@ -16,6 +16,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+NATIVE = sorted(
+    path
+    for folder in ("src/dualflow/ops/native/csrc", "tests/native")
+    for path in (ROOT / folder).iterdir()
+    if path.suffix in (".h", ".cpp")
+)
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 MAX_FILE_LINES = 400
@@ -95,6 +101,14 @@ def test_files_and_functions_stay_short(path: Path) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=name_of)
+def test_files_in_cpp_stay_short_and_say_what_they_are_for(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("// ")
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    assert not re.search(r'#include\s+"[^"]*/', text), "kernels include each other alone"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)

@@ -139,7 +139,7 @@ def test_every_relative_link_resolves(page: Path) -> None:
 def test_every_path_exists(page: Path) -> None:
     for span in spans(page):
         mention, _, name = span.rstrip("/").partition(":")
-        looks_like_a_path = re.fullmatch(r"\.?[\w*.-]+(/[\w.-]+)*\.(py|md|toml|txt)", mention)
+        looks_like_a_path = re.fullmatch(r"\.?[\w*.-]+(/[\w.-]+)*\.(py|md|toml|txt|h|cpp)", mention)
         looks_like_a_path = looks_like_a_path or re.match(
             r"(src|docs|tests|scripts|\.ci)/", mention
         )

@@ -253,7 +253,7 @@ void matmul(Operand x, int rows, const Packed &w, int begin, int end, MatmulScra
         for (count = widest; count > end - s;) count /= 2;
         for (int row = 0, now; row < rows; row += now) {
             now = std::min(each, rows - row);
-            bool last = row > 0 && row + now == rows && s + 2 * count <= end;
+            bool last = row + now == rows && s + 2 * count <= end;
             tile_for(now, count)(x, row, w, s, last ? w.strip(s + count) : nullptr, scratch.tile);
             for (int m = 0; m < now; m++)
                 for (int n = 0; n < count; n += pairs ? 2 : 1) emit(row + m, s + n, scratch.tile + m * count + n);
@@ -279,12 +279,6 @@ inline void share_of_two(int first, int first_rows, int second, int second_rows,
 
 // ---- packing ---------------------------------------------------------------------------------------
 
-inline float source_value(const DfMatrix &m, int row, int col) {
-    size_t at = (size_t)row * m.k + col;
-    if (m.format == DF_F32) return ((const float *)m.data)[at];
-    return from_bf16(((const uint16_t *)m.data)[at]);
-}
-
 // Packs the 16 outputs from `row` on of `m` (rows beyond its last are zero) as strip `s` of `w`.
 inline void pack_strip(const DfMatrix &m, int row, const Packed &w, int s) {
     uint8_t *to = const_cast<uint8_t *>(w.strip(s));
@@ -303,7 +297,7 @@ inline void pack_strip(const DfMatrix &m, int row, const Packed &w, int s) {
         if (!real) continue;
         switch (m.format) {
             case DF_F32:
-                for (int i = 0; i < m.k; i++) ((float *)to)[(size_t)i * 16 + c] = source_value(m, r, i);
+                for (int i = 0; i < m.k; i++) ((float *)to)[(size_t)i * 16 + c] = ((const float *)m.data)[(size_t)r * m.k + i];
                 break;
             case DF_BF16:
                 for (int i = 0; i < m.k; i++)
@@ -322,20 +316,21 @@ inline void pack_strip(const DfMatrix &m, int row, const Packed &w, int s) {
 
 // Row `r` of an unpacked matrix as floats: embeddings.
 inline void read_row(const DfMatrix &m, int r, float *out) {
-    size_t groups = ceil_div(m.k, GROUP);
-    for (int i = 0; i < m.k; i++) {
-        if (m.format == DF_F32 || m.format == DF_BF16) {
-            out[i] = source_value(m, r, i);
-            continue;
-        }
-        float scale = from_f16(((const uint16_t *)m.scale)[(size_t)r * groups + i / GROUP]);
-        if (m.format == DF_INT8) {
-            out[i] = scale * ((const int8_t *)m.data)[(size_t)r * m.k + i];
-        } else {
-            uint8_t both = ((const uint8_t *)m.data)[(size_t)r * ceil_div(m.k, 2) + i / 2];
-            float minimum = from_f16(((const uint16_t *)m.minimum)[(size_t)r * groups + i / GROUP]);
-            out[i] = scale * (i % 2 ? both >> 4 : both & 15) + minimum;
-        }
+    size_t at = (size_t)r * m.k, groups = ceil_div(m.k, GROUP), half = ceil_div(m.k, 2);
+    auto scale = [&](const void *table, int i) { return from_f16(((const uint16_t *)table)[r * groups + i / GROUP]); };
+    switch (m.format) {
+        case DF_F32: memcpy(out, (const float *)m.data + at, sizeof(float) * m.k); return;
+        case DF_BF16:
+            for (int i = 0; i < m.k; i++) out[i] = from_bf16(((const uint16_t *)m.data)[at + i]);
+            return;
+        case DF_INT8:
+            for (int i = 0; i < m.k; i++) out[i] = scale(m.scale, i) * ((const int8_t *)m.data)[at + i];
+            return;
+        case DF_INT4:
+            for (int i = 0; i < m.k; i++) {
+                uint8_t both = ((const uint8_t *)m.data)[r * half + i / 2];
+                out[i] = scale(m.scale, i) * (i % 2 ? both >> 4 : both & 15) + scale(m.minimum, i);
+            }
     }
 }
 
