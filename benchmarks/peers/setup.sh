@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes what run.py needs under a folder: benchmarks/peers/setup.sh FOLDER (about 6 GB, 10 minutes).
 # llama.cpp is compiled for this machine. Safe to repeat: what is there already stays.
-# PYTHON=/path/to/python3.12 chooses the peers' interpreter; ours comes from .venv (make bench makes it).
+# PYTHON=/path/to/python3.12 chooses the peers' interpreter; ours is in .venv (scripts/setup.sh dev).
 set -euo pipefail
 [ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
 mkdir -p "$1"
