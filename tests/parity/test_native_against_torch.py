@@ -180,8 +180,7 @@ def test_later_auxiliary_rows_need_a_step_that_was_kept() -> None:
     readout = executor.add_aux(kept, executor.step(kept), [1])
     with pytest.raises(ValueError, match="auxiliary rows already"):
         executor.add_aux(kept, readout, [1])
-    later = texts.rows({text: 2}, read=1, aux=0, keep=True)
-    executor.step(later)
+    executor.step(texts.rows({text: 2}, read=1, aux=0))
     with pytest.raises(ValueError, match="set keep"):
         executor.add_aux(kept, readout, [0])
 

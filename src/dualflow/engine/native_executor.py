@@ -6,6 +6,7 @@ how it is built.
 
 import ctypes
 import math
+import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +17,26 @@ from torch import Tensor
 from dualflow.engine.executor import Readout, StepRows
 from dualflow.model import CausalLM
 from dualflow.ops.native import library, pack
+from dualflow.plan.weights import weight_bytes
+
+_WORTH_SHARING = 4_000_000
+"""Bytes of weights below which threads wait for each other longer than they compute."""
 
 
 def unsupported(model: CausalLM) -> str | None:
     """Why the kernels cannot run ``model`` on this machine; None: they can."""
     weights = model.quantised or str(model.lm_head.weight.dtype).removeprefix("torch.")
     return library.why_missing() or pack.unsupported(model.config, weights)
+
+
+def _threads(model: CausalLM, asked: int | None) -> int:
+    """Threads that are asked for, or as many as torch has; no more than there are cores to run
+    them, as each waits for all others many times a step, and one where there is little to share.
+    """
+    if asked is None and weight_bytes(model.config, "bfloat16").total < _WORTH_SHARING:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(torch.get_num_threads() if asked is None else asked, cores or 1)
 
 
 @dataclass(slots=True)
@@ -61,9 +76,10 @@ class NativeExecutor:
             raise ValueError(f"the kernel library cannot run this model: {reason}")
         self.config, self.page_size = model.config, page_size
         packer = pack.Packer()
+        self._threads, self._process = _threads(model, threads), os.getpid()
         spec = pack.model_spec(
             model, packer, num_pages=num_pages, page_size=page_size, kv_dtype=kv_dtype,
-            threads=threads or torch.get_num_threads(),
+            threads=self._threads,
         )  # fmt: skip
         self._kernels, self._handle = pack.new_model(spec)
         self._tensors = packer.kept
@@ -72,9 +88,14 @@ class NativeExecutor:
         self._rooms: dict[str, Tensor] = {}
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None):
+        if getattr(self, "_handle", None) and self._has_its_threads:
             self._kernels.df_model_free(self._handle)
             self._handle = None
+
+    @property
+    def _has_its_threads(self) -> bool:
+        """False in a fork of the process that made it: whoever waited for them waited for ever."""
+        return self._threads == 1 or os.getpid() == self._process
 
     @property
     def cache_bytes(self) -> int:
@@ -93,6 +114,11 @@ class NativeExecutor:
 
     def step(self, rows: StepRows) -> Readout:
         """Run primary and auxiliary rows in one pass (grouped)."""
+        if not self._has_its_threads:
+            raise RuntimeError(
+                "the kernels' threads are in the process that made this engine, and this is a fork "
+                "of that; make the engine here, or set threads to 1"
+            )
         positions: list[int] = []
         slots: list[int] = []
         size = self.page_size
@@ -118,8 +144,8 @@ class NativeExecutor:
             aux_of_read=q_index, keep=rows.keep, readout=readout, first_q=0, alpha=alpha,
             complement=complement,
         )  # fmt: skip
+        self._generation += 1  # the tensors of readouts before are used again
         if rows.keep:
-            self._generation += 1
             readout.handle = _Later(len(pins), complement, self._generation)
         readout.alpha = alpha.tolist() if self._mixture else None
         return self._finish(readout, best)

@@ -27,6 +27,7 @@ HEADER = (build.SOURCES / "api.h").read_text(encoding="utf-8")
 need_kernels = pytest.mark.skipif(
     library.why_missing() is not None, reason="the kernels are not compiled"
 )
+BASELINE: Any = None if library.why_missing() else library.load("baseline")
 
 # ---- products ------------------------------------------------------------------------------------
 
@@ -89,12 +90,17 @@ class Case:
 kinds = st.sampled_from(sorted(library.FORMATS))
 
 
+BUILT = library.FOLDER
+
+
 def isas() -> list[str]:
-    order = ("baseline", "avx2", "avx512", "avx512bf16")
-    if library.why_missing():
-        return ["baseline"]
-    best = order.index(library.load("baseline").df_best_isa().decode())
-    return [isa for isa in order[: best + 1] if (library.FOLDER / f"_kernels_{isa}.so").is_file()]
+    """The instruction sets that were compiled and can be run."""
+    return ["baseline"] if library.why_missing() else isas_of(BUILT)
+
+
+def isas_of(folder: Path) -> list[str]:
+    best = library.ISAS.index(BASELINE.df_best_isa().decode())
+    return [isa for isa in library.ISAS[: best + 1] if (folder / f"_kernels_{isa}.so").is_file()]
 
 
 @need_kernels
@@ -297,6 +303,28 @@ def test_an_instruction_set_can_be_named(monkeypatch: pytest.MonkeyPatch) -> Non
             library.load()
     finally:
         library.load.cache_clear()
+
+
+@need_kernels
+def test_the_best_that_was_compiled_is_taken(
+    no_kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the compiler is too old for the newest instructions."""
+    for isa in isas_of(BUILT)[:2]:
+        (no_kernels / f"_kernels_{isa}.so").symlink_to(BUILT / f"_kernels_{isa}.so")
+    assert library.load().df_isa().decode() == isas_of(BUILT)[:2][-1]
+
+
+def test_what_the_machine_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old:
+        def df_best_isa(self) -> bytes:
+            return b"avx2"
+
+    monkeypatch.setattr(library, "_open", lambda isa: Old())
+    library.load.cache_clear()
+    with pytest.raises(library.KernelsMissingError, match=r"cannot run the avx512 .* baseline, av"):
+        library.load("avx512")
+    library.load.cache_clear()
 
 
 @need_kernels

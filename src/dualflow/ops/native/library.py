@@ -15,6 +15,8 @@ FOLDER = Path(__file__).parent
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
 MLPS = {"swiglu": 0, "geglu": 1, "gelu": 2, "relu2": 3}
 NORMS = {"rmsnorm": 0, "layernorm": 1}
+ISAS = ("baseline", "avx2", "avx512", "avx512bf16")
+"""Instruction sets; who runs one runs those before it."""
 READOUTS = {"mixture": 0, "aux_only": 1, "primary_only": 2}
 
 
@@ -79,9 +81,16 @@ def load(isa: str | None = None) -> Any:
     Raises ``KernelsMissingError``. ``DUALFLOW_ISA`` names an instruction set to use instead of the
     best.
     """
-    baseline = _open("baseline")
-    best = baseline.df_best_isa().decode()
-    return _open(isa or os.environ.get("DUALFLOW_ISA") or best)
+    best = _open("baseline").df_best_isa().decode()
+    runs = ISAS[: ISAS.index(best) + 1]
+    named = isa or os.environ.get("DUALFLOW_ISA")
+    if named in ISAS and named not in runs:
+        raise KernelsMissingError(
+            f"this machine cannot run the {named} kernels; it runs {', '.join(runs)}"
+        )
+    if named is None:  # an old compiler may not have known the best
+        named = next(isa for isa in reversed(runs) if _path(isa).is_file())
+    return _open(named)
 
 
 def why_missing() -> str | None:
@@ -93,8 +102,12 @@ def why_missing() -> str | None:
     return None
 
 
+def _path(isa: str) -> Path:
+    return FOLDER / f"_kernels_{isa}.so"
+
+
 def _open(isa: str) -> Any:
-    path = FOLDER / f"_kernels_{isa}.so"
+    path = _path(isa)
     if not path.is_file():
         have = ", ".join(sorted(p.stem.removeprefix("_kernels_") for p in FOLDER.glob("*.so")))
         raise KernelsMissingError(

@@ -124,7 +124,7 @@ def model_spec(
         final_norm=packer.gain(model.model.norm),
         embed=packer.matrix(model.model.embed_tokens, keep=True),
         head=packer.matrix(model.lm_head),
-        embed_positions=None if positions is None else packer.vector(positions.weight),
+        embed_positions=None if positions is None else packer.vector(_dense(positions)),
         cosines=packer.vector(cosines), sines=packer.vector(sines),
         layer=packer.array(library.Layer, layers),
         aux_layer=packer.array(library.AuxLayer, aux),
@@ -133,6 +133,11 @@ def model_spec(
             library.Gain, [packer.gain(getattr(flow, "norm", None)) for flow in flows]
         ),
     )  # fmt: skip
+
+
+def _dense(table: Any) -> Tensor:
+    """The weights of a matrix, quantised or not."""
+    return table.dequantised() if hasattr(table, "dequantised") else table.weight
 
 
 def _layer(layer: Any, packer: Packer) -> library.Layer:

@@ -53,11 +53,12 @@ inline void write_cache(const Cache &c, int layer, int slot, int kind, int head,
     uint8_t *block = c.block(layer, page, kind, head);
     if (c.format == DF_F32) return scatter<float, 1>((float *)block, kind, at, H, Z, x, [](float v) { return v; });
     if (c.format == DF_BF16) return scatter<uint16_t, 2>((uint16_t *)block, kind, at, H, Z, x, [](float v) { return to_bf16(v); });
-    float top = 0;
-    for (int i = 0; i < H; i++) top = fmaxf(top, fabsf(x[i]));
-    c.scales(layer, page, kind, head)[at] = top / 127;
-    float inverse = top > 0 ? 127 / top : 0;
-    scatter<int8_t, 1>((int8_t *)block, kind, at, H, Z, x, [=](float v) { return (int8_t)lrintf(v * inverse); });
+    float top = 0, total = 0;
+    for (int i = 0; i < H; i++) top = fmaxf(top, fabsf(x[i])), total += x[i];
+    bool finite = total - total == 0;  // what is not stays visible, through its scale
+    c.scales(layer, page, kind, head)[at] = finite ? top / 127 : NAN;
+    float inverse = finite && top > 0 ? 127 / top : 0;
+    scatter<int8_t, 1>((int8_t *)block, kind, at, H, Z, x, [=](float v) { return (int8_t)(inverse > 0 ? lrintf(v * inverse) : 0); });
 }
 
 // Lanes of one sequence and kv head that are computed together.

@@ -232,9 +232,10 @@ inline void quantise_rows(Operand &x, int rows, int groups, MatmulScratch &s) {
             i16x a = to_nearest(low * inverse), b = to_nearest(high * inverse);
             int16_t *to = s.codes.data() + ((size_t)r * groups + g) * GROUP;
             store_narrow(to, a), store_narrow(to + 16, b);
-            // A row that holds NaN or infinity must stay visible in its products.
-            s.scale[(size_t)r * groups + g] = top < INFINITY ? scale : NAN;
-            s.sum[(size_t)r * groups + g] = sum(low + high);
+            // A row that holds NaN or infinity must stay visible in its products; `top` may have missed a NaN.
+            float total = sum(low + high);
+            s.scale[(size_t)r * groups + g] = total - total == 0 ? scale : NAN;
+            s.sum[(size_t)r * groups + g] = total;
         }
     x.q = s.codes.data(), x.scale = s.scale.data(), x.sum = s.sum.data(), x.ld = groups * GROUP;
 }

@@ -86,7 +86,7 @@ class Pool {
     }
     // Between two steps of a busy engine the pause is short: spin a while before sleeping.
     void wait_for_job(int seen) {
-        auto ready = [&] { return generation_.load(std::memory_order_acquire) != seen; };
+        auto ready = [&] { return generation_.load() != seen; };  // in one order with sleepers_
         for (int i = 0; i < 30000; i++) {
             if (ready()) return;
             relax();

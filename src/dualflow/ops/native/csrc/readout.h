@@ -22,7 +22,7 @@ inline void NativeModel::read_out(Frame &f, int t) {
     }
     pool->barrier();
     int begin, end;
-    share_of(head.strips, 1, t, threads, begin, end);
+    share_of(head.strips, BLOCK / STRIP, t, threads, begin, end);
     auto target = [&](int row) {
         if (row < reads) return f.s.log_p + (size_t)row * V;
         int a = row - reads;  // the first flow's logits go to log q, the others' to a room of their own
@@ -37,12 +37,15 @@ inline void NativeModel::read_out(Frame &f, int t) {
     distributions(f, t, begin * STRIP, std::min(end * STRIP, V), target);
 }
 
-// Every thread reduces over the columns it wrote; between barriers all learn the whole sums.
+// Every thread reduces over the blocks it wrote; between barriers all learn the whole sums.
 template <class Target>
 inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Target target) {
-    int reads = f.T ? f.reads : 0, rows = reads + f.flows * f.A, threads = pool->size();
+    int reads = f.T ? f.reads : 0, rows = reads + f.flows * f.A, threads = pool->size(), blocks = ceil_div(spec.vocab, BLOCK);
     float *room = rooms.reduce.data();
-    auto cell = [&](int row, int thread) { return room + ((size_t)row * threads + thread) * REDUCTIONS; };
+    auto cell = [&](int row, int block) { return room + ((size_t)row * blocks + block) * REDUCTIONS; };
+    auto each_block = [&](auto step) {
+        for (int c = begin; c < end; c += BLOCK) step(c / BLOCK, c, std::min(c + BLOCK, end));
+    };
     auto each = [](int from, int to, auto step) {  // 16 at a time, then what is left, in a padded vector
         int c = from;
         for (; c + 16 <= to; c += 16) step(c, std::integral_constant<int, 16>{});
@@ -58,28 +61,32 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
 
     for (int row = 0; row < rows; row++) {
         const float *x = target(row);
-        f16x top = all(-INFINITY), sums = zeros();
-        each(begin, end, [&](int c, auto n) { top = bigger(take(x + c, n, -INFINITY), top); });
-        float best = largest(top);
-        each(begin, end, [&](int c, auto n) { sums += exponential(take(x + c, n, -INFINITY) - best); });
-        cell(row, t)[TOP_P] = best, cell(row, t)[SUM_P] = begin < end ? sum(sums) : 0;
+        each_block([&](int block, int from, int to) {
+            f16x top = all(-INFINITY), sums = zeros();
+            each(from, to, [&](int c, auto n) { top = bigger(take(x + c, n, -INFINITY), top); });
+            float best = largest(top);
+            each(from, to, [&](int c, auto n) { sums += exponential(take(x + c, n, -INFINITY) - best); });
+            cell(row, block)[TOP_P] = best, cell(row, block)[SUM_P] = sum(sums);
+        });
     }
     pool->barrier();
     for (int row = 0; row < rows; row++) {
         float best = -INFINITY, total = 0, *x = target(row);
-        for (int k = 0; k < threads; k++) best = fmaxf(best, cell(row, k)[TOP_P]);
-        for (int k = 0; k < threads; k++)
+        for (int k = 0; k < blocks; k++) best = fmaxf(best, cell(row, k)[TOP_P]);
+        for (int k = 0; k < blocks; k++)
             if (cell(row, k)[SUM_P] > 0) total += cell(row, k)[SUM_P] * expf(cell(row, k)[TOP_P] - best);
         float normaliser = best + logf(total);
-        f16x square = zeros(), mixed = zeros();
-        each(begin, end, [&](int c, auto n) {
-            f16x lp = take(x + c, n, -INFINITY) - normaliser;
-            give(x + c, n, lp);
-            if (row >= reads || spec.readout != DF_MIXTURE || !spec.flows) return;
-            f16x p = exponential(lp);
-            square += p * p, mixed += p * (1.0f - p);
+        each_block([&](int block, int from, int to) {
+            f16x square = zeros(), mixed = zeros();
+            each(from, to, [&](int c, auto n) {
+                f16x lp = take(x + c, n, -INFINITY) - normaliser;
+                give(x + c, n, lp);
+                if (row >= reads || spec.readout != DF_MIXTURE || !spec.flows) return;
+                f16x p = exponential(lp);
+                square += p * p, mixed += p * (1.0f - p);
+            });
+            if (row < reads) cell(row, block)[SQUARE_P] = sum(square), cell(row, block)[MIXED_P] = sum(mixed);
         });
-        if (row < reads) cell(row, t)[SQUARE_P] = sum(square), cell(row, t)[MIXED_P] = sum(mixed);
     }
     if (f.flows > 1)  // q is the flows' mean in probability
         for (int a = 0; a < f.A; a++)
@@ -91,12 +98,12 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
                 give(f.s.log_q + (size_t)a * spec.vocab + c, n, lq);
             });
     pool->barrier();
-    for (int i = 0; i < f.s.reads; i++) mix_row(f, t, i, begin, end, cell, each, take, give);
+    for (int i = 0; i < f.s.reads; i++) mix_row(f, t, i, each_block, cell, each, take, give);
     pool->barrier();
     for (int i = t; i < f.s.reads; i += threads) {
         if (f.T == 0 && f.s.aux_of_read[i] < 0) continue;
         float best = -INFINITY;
-        for (int k = 0; k < threads; k++)
+        for (int k = 0; k < blocks; k++)
             if (cell(i, k)[BEST_R] > best) {
                 best = cell(i, k)[BEST_R];
                 memcpy(f.s.best + i, &cell(i, k)[BEST_ID], 4);
@@ -106,40 +113,43 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
 }
 
 // log r of one read row over a thread's columns, and the best of them.
-template <class Cell, class Each, class Take, class Give>
-inline void NativeModel::mix_row(Frame &f, int t, int i, int begin, int end, Cell cell, Each each, Take take, Give give) {
+template <class EachBlock, class Cell, class Each, class Take, class Give>
+inline void NativeModel::mix_row(Frame &f, int t, int i, EachBlock each_block, Cell cell, Each each, Take take, Give give) {
     int V = spec.vocab, aux = f.flows ? f.s.aux_of_read[i] : -1;
     const float *log_p = f.s.log_p + (size_t)i * V, *log_q = aux < 0 ? nullptr : f.s.log_q + (size_t)aux * V;
     float *log_r = f.s.log_r + (size_t)i * V;
     float square = 0, mixed = 0;
     if (f.T) {
-        for (int k = 0; k < pool->size(); k++) square += cell(i, k)[SQUARE_P], mixed += cell(i, k)[MIXED_P];
+        for (int k = 0; k < ceil_div(V, BLOCK); k++) square += cell(i, k)[SQUARE_P], mixed += cell(i, k)[MIXED_P];
         if (t == 0) f.s.alpha[i] = fminf(fmaxf(square, 0.5f), 1.0f), f.s.complement[i] = fminf(fmaxf(mixed, 1.17549435e-38f), 0.5f);
     }
     float alpha = f.T ? fminf(fmaxf(square, 0.5f), 1.0f) : f.s.alpha[i];
     float rest = f.T ? fminf(fmaxf(mixed, 1.17549435e-38f), 0.5f) : f.s.complement[i];
-    float log_alpha = logf(alpha), log_rest = logf(rest), best = -INFINITY;
-    int32_t id = 0;
+    float log_alpha = logf(alpha), log_rest = logf(rest);
     bool mixture = spec.readout == DF_MIXTURE && log_q, from_q = spec.readout == DF_AUX_ONLY && log_q;
     if (f.T == 0 && aux < 0) return;
-    each(begin, end, [&](int c, auto n) {
-        f16x r;
-        if (mixture) {
-            f16x a = take(log_p + c, n, -INFINITY) + log_alpha, b = take(log_q + c, n, -INFINITY) + log_rest;
-            f16x high = bigger(a, b), low = where_above(a, b, b, a);
-            r = high + log_one_plus(exponential(low - high));
-        } else {
-            r = take((from_q ? log_q : log_p) + c, n, -INFINITY);
-        }
-        if (log_r != log_p) give(log_r + c, n, r);
-        float top = largest(r);
-        if (!(top > best)) return;
-        best = top;
-        for (int k = n - 1; k >= 0; k--)
-            if (r[k] == top) id = c + k;
+    each_block([&](int block, int from, int to) {
+        float best = -INFINITY;
+        int32_t id = 0;
+        each(from, to, [&](int c, auto n) {
+            f16x r;
+            if (mixture) {
+                f16x a = take(log_p + c, n, -INFINITY) + log_alpha, b = take(log_q + c, n, -INFINITY) + log_rest;
+                f16x high = bigger(a, b), low = where_above(a, b, b, a);
+                r = high + log_one_plus(exponential(low - high));
+            } else {
+                r = take((from_q ? log_q : log_p) + c, n, -INFINITY);
+            }
+            if (log_r != log_p) give(log_r + c, n, r);
+            float top = largest(r);
+            if (!(top > best)) return;
+            best = top;
+            for (int k = n - 1; k >= 0; k--)
+                if (r[k] == top) id = c + k;
+        });
+        cell(i, block)[BEST_R] = best;
+        memcpy(&cell(i, block)[BEST_ID], &id, 4);
     });
-    cell(i, t)[BEST_R] = best;
-    memcpy(&cell(i, t)[BEST_ID], &id, 4);
 }
 
 }  // namespace

@@ -83,8 +83,8 @@ struct NativeModel {
     void couple_inner(Frame &f, int l, int begin, int end, bool bf16);
     void read_out(Frame &f, int t);
     template <class Target> void distributions(Frame &f, int t, int begin, int end, Target target);
-    template <class Cell, class Each, class Take, class Give>
-    void mix_row(Frame &f, int t, int i, int begin, int end, Cell cell, Each each, Take take, Give give);
+    template <class EachBlock, class Cell, class Each, class Take, class Give>
+    void mix_row(Frame &f, int t, int i, EachBlock each_block, Cell cell, Each each, Take take, Give give);
 };
 
 struct NativeModel::Frame {
@@ -140,7 +140,7 @@ inline NativeModel::NativeModel(const DfModelSpec &s) : spec(s) {
             fill(layers[i].gate_up, gate_up(l), true, unit, t, threads);
             fill(layers[i].down, {&l.down}, false, 1, t, threads);
         }
-        fill(head, {&spec.head}, false, 1, t, threads);
+        fill(head, {&spec.head}, false, BLOCK / STRIP, t, threads);
     });
 }
 
@@ -162,7 +162,7 @@ inline void NativeModel::step(const DfStep &s) {
         grow(rooms.kept_q, rows * NH), grow(rooms.kept_u, rows * F), grow(rooms.kept_y, rows * D);
     }
     grow(rooms.flows, (size_t)std::max(0, f.flows - 1) * s.aux * spec.vocab);
-    grow(rooms.reduce, (size_t)(s.reads + f.flows * s.aux) * 8 * pool->size());
+    grow(rooms.reduce, (size_t)(s.reads + f.flows * s.aux) * 8 * ceil_div(spec.vocab, BLOCK));
     plan_attention(f);
     pool->run([&](int t) { body(f, t); });
 }
