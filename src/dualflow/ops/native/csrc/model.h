@@ -73,7 +73,7 @@ inline void fill(const Packed &w, const std::vector<const DfMatrix *> &parts, bo
 
 // Sums over the vocabulary are made in blocks of columns that are cut at the same places whatever the number
 // of threads, and added up in their order: so a text's numbers do not depend on how many threads there are.
-constexpr int BLOCK = 256;
+constexpr int BLOCK = 1024;
 
 inline int padded(int width) { return ceil_div(width, GROUP) * GROUP; }
 
