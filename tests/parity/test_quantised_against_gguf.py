@@ -45,3 +45,12 @@ def test_q8_0_of_gguf_comes_back_with_its_own_codes_and_scales():
     stored = gguf.quantize(weight.numpy(), kind)
     floats = torch.from_numpy(gguf.dequantize(stored, kind)).reshape(7, INPUTS)
     assert np.array_equal(blocks(quantise(floats, "int8")), stored.reshape(7, -1))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1"])
+def test_4_bit_weights_of_gguf_come_back_exactly(name: str):
+    weight = torch.randn(40, INPUTS, generator=seeded("gguf")) * 0.1
+    kind = getattr(gguf.GGMLQuantizationType, name)
+    stored = gguf.quantize(weight.numpy(), kind)
+    floats = torch.from_numpy(gguf.dequantize(stored, kind)).reshape(weight.shape)
+    assert torch.equal(dequantise(quantise(floats, "int4"), INPUTS), floats)

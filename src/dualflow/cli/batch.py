@@ -266,14 +266,16 @@ class _Progress:
 
         from dualflow.cli.console import remarks
 
+        console = remarks()
         self._bar = Progress(
             TextColumn("requests"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[rate]}"),
             Remaining(),
-            console=remarks(),
+            console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=total, completed=done, rate="")
         self._clock, self._started = time.monotonic, time.monotonic()

@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--model", metavar="MODEL",
         help="a standard or dual model or run folder; its counterpart is made of it "
-        "(default: random values in SmolLM2-135M's shape)",
+        "(default: random values in SmolLM2-135M's shape; with --quick in a tiny one)",
     )  # fmt: skip
     engine.add_argument("--weights", choices=WEIGHTS, help="number format (default: as stored)")
     engine.add_argument("--kv-dtype", choices=KV_DTYPES, help="of the KV cache")

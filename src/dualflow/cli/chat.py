@@ -21,7 +21,7 @@ from dualflow.cli.serving import load_llm, stream
 if TYPE_CHECKING:
     from dualflow.engine.llm import LLM
 
-HELP = "talk with a model in the terminal"
+HELP = "talk in the terminal with a model that has a chat template"
 
 EXAMPLES = """\
   dualflow chat models/smollm2-dual
@@ -40,7 +40,7 @@ PROMPT = "> "
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
-    add_model_argument(parser)
+    add_model_argument(parser, required=True)
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
     add_request_options(parser, max_tokens=512)
     add_engine_options(parser)
@@ -51,12 +51,16 @@ def run(args: argparse.Namespace) -> int:
     fields = request_fields(args)
     if args.n != 1:
         raise ValueError(f"--n is {args.n}; a conversation goes on from one answer")
+    for option in ("logprobs", "prompt_logprobs"):
+        if getattr(args, option) is not None:
+            name = option.replace("_", "-")
+            raise ValueError(f"--{name} has no place in a conversation; dualflow generate has it")
     build_params(fields)
     settings = engine_settings(args)
     with model_folder(args.model) as folder:
         llm = load_llm(folder, chats=True, max_running=1, **settings)
     chat = Chat(llm, fields, args.system)
-    _note(f"{args.model or 'the built-in model'} is listening; /help says how")
+    _note(f"{args.model} is listening; /help says how")
     for line in _lines():
         if not chat.take(line):
             break

@@ -1,6 +1,7 @@
 """``dualflow convert``: a model in another format into a model folder."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,12 @@ def run(args: argparse.Namespace) -> int:
             args.source, args.target, dtype=args.dtype, add_aux=args.add_aux, progress=progress
         )
     print(_summary(model, Path(args.target)))
+    if args.add_aux:
+        print(
+            "the auxiliary flow is not trained yet: until it is, it costs time at decode and "
+            "changes no answer; --aux off leaves it out",
+            file=sys.stderr,
+        )
     return 0
 
 

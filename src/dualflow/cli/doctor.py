@@ -38,11 +38,17 @@ OPTIONAL = {
     "pyarrow": ("data", "training on Parquet files"),
     "datasets": ("data", "training on Hugging Face datasets saved on disk"),
     "matplotlib": ("plot", "plots of `dualflow compare`"),
-    "transformers": ("transformers", "parity with Hugging Face models"),
+    "transformers": ("transformers", "chat templates"),
+    "gguf": ("gguf", "`dualflow convert` from GGUF files"),
+    "llguidance": ("structured", "structured output (JSON schema, regex, grammar)"),
 }
 """Optional modules: the extra that brings each, and what it is for."""
 
 FREE_GIB_WANTED = 2.0
+KERNELS_OLD_AFTER = 60.0
+"""Seconds by which compiled kernels may be older than their source: files of one installation are
+not written at once.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ def examine() -> Iterator[Check]:
     for module, oldest in CORE.items():
         yield check_core(module, oldest)
     yield from check_devices()
+    yield from check_kernels()
     yield check_compiler()
     for module, (extra, purpose) in OPTIONAL.items():
         yield check_optional(module, extra, purpose)
@@ -133,6 +140,30 @@ def check_devices() -> Iterator[Check]:
     if torch.backends.mps.is_available():
         names.append("mps")
     yield Check("devices", "ok", ", ".join(names))
+
+
+def check_kernels() -> Iterator[Check]:
+    """Whether the engine's C++ kernels are compiled, can be loaded and are those of the source
+    that lies beside them; nothing where torch cannot be imported.
+    """
+    try:
+        from dualflow.ops.native import build, library
+    except (Exception, SystemExit):  # torch, reported by check_core
+        return
+    compile_them = "python -m dualflow.ops.native.build compiles them, or says what is wrong"
+    if (reason := library.why_missing()) is not None:
+        mend = f"{compile_them} (the engine works without, on PyTorch: several times slower)"
+        yield Check("kernels", "warning", reason.partition(";")[0], mend)
+        return
+    used = library.load().df_isa().decode()
+    files = {isa: library.FOLDER / f"_kernels_{isa}.so" for isa in build.instruction_sets()}
+    compiled = [isa for isa, path in files.items() if path.is_file()]
+    newest = max(path.stat().st_mtime for path in build.SOURCES.iterdir())
+    if files[used].stat().st_mtime < newest - KERNELS_OLD_AFTER:
+        yield Check("kernels", "warning", f"{used}, older than their source", compile_them)
+        return
+    detail = f"{used} in use, of {', '.join(compiled)} (DUALFLOW_ISA chooses another)"
+    yield Check("kernels", "ok", detail)
 
 
 def check_compiler() -> Check:

@@ -18,6 +18,7 @@ class Figures:
     cache_bytes_allocated: of the engine's whole cache.
     aux_positions:    positions at which the auxiliary flow ran; all others ran the primary alone.
     drafted, accepted: tokens guessed ahead, and how many of the guesses held.
+    backend:          ``native``, our kernels, or ``torch``.
     """
 
     prompt_tokens: int
@@ -30,6 +31,7 @@ class Figures:
     aux_positions: int
     drafted: int
     accepted: int
+    backend: str
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
@@ -69,6 +71,7 @@ def figures_of(engine: "Engine", end: "FinishEvent") -> Figures:
         aux_positions=usage.aux_positions,
         drafted=usage.drafted,
         accepted=usage.accepted,
+        backend=engine.config.backend,
     )
 
 
@@ -90,6 +93,8 @@ def figures_line(f: Figures, reason: str) -> str:
     else:
         positions = f.prompt_tokens + f.new_tokens - 1
         parts.append(f"auxiliary at {f.aux_positions} of {positions} positions")
+    if f.backend != "native":
+        parts.append(f"backend {f.backend}")
     return " | ".join(parts)
 
 

@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     settings = engine_settings(args)
     if args.input is not None or args.output is not None:
         return run_batch(args, fields, settings)
+    if not args.json and (args.logprobs is not None or args.prompt_logprobs is not None):
+        raise ValueError("log-probabilities are reported in JSON alone; add --json")
     prompt = read_prompt(args)
     with model_folder(args.model) as folder:
         llm = load_llm(folder, max_running=params.n, **settings)

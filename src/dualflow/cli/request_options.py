@@ -13,8 +13,11 @@ KV_DTYPES = ("auto", "float64", "float32", "bfloat16", "int8")
 BACKENDS = ("auto", "native", "torch")
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare MODEL, which may be left out."""
+def add_model_argument(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Declare MODEL, which may be left out unless it is ``required``."""
+    if required:
+        parser.add_argument("model", metavar="MODEL", help="model folder or run folder")
+        return
     parser.add_argument(
         "model", nargs="?", metavar="MODEL",
         help="model folder or run folder (default: the small model that comes with dualflow)",
@@ -24,9 +27,14 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 @contextlib.contextmanager
 def model_folder(name: str | None) -> Iterator[Path]:
     """The folder that MODEL means. Raises ``ValueError`` where it was left out and none came with
-    the package.
+    the package, and for a GGUF file.
     """
     if name is not None:
+        if name.endswith(".gguf"):
+            raise ValueError(
+                f"{name} is a GGUF file, not a model folder; make one of it: "
+                f"dualflow convert {name} FOLDER"
+            )
         yield Path(name)
         return
     from importlib import resources
@@ -108,8 +116,9 @@ def _add_sampling(group: "argparse._ArgumentGroup") -> None:
     )
     group.add_argument("--n", type=int, default=1, metavar="N", help="how many texts (default: 1)")
     group.add_argument(
-        "--logprobs", type=int, metavar="N", help="report the N likeliest tokens at each position"
-    )
+        "--logprobs", type=int, metavar="N",
+        help="with --json or --input: report the N likeliest tokens at each position",
+    )  # fmt: skip
     group.add_argument(
         "--prompt-logprobs", type=int, metavar="N", help="likewise for the prompt's tokens"
     )
@@ -120,14 +129,18 @@ def _add_shape(group: "argparse._ArgumentGroup") -> None:
     shape.add_argument("--json-schema", metavar="FILE", help="JSON that fits the schema in FILE")
     shape.add_argument("--any-json", action="store_true", help="any JSON value")
     shape.add_argument("--regex", metavar="RE", help="a text that the regular expression matches")
-    shape.add_argument("--grammar", metavar="FILE", help="a text of the grammar (EBNF) in FILE")
+    shape.add_argument(
+        "--grammar", metavar="FILE", help="a text of the grammar in FILE (Lark or GBNF)"
+    )
 
 
 def _add_flows(group: "argparse._ArgumentGroup") -> None:
     group.add_argument(
         "--aux", default="on", metavar="on|off|exact|threshold=T",
-        help="when the auxiliary flow runs: always, never, where the result could depend on it, or "
-        "(approximate) where the primary's weight in the mixture is below T (default: on)",
+        help="when a dual model's auxiliary flow runs. on: at every new token; off: never, cheap "
+        "and usually worse; exact: left out only where the tokens cannot depend on it, which "
+        "saves at --temperature 0, or at 1 without cuts, and else is like on; threshold=T: only "
+        "where the primary's weight in the mixture is below T, approximate (default: on)",
     )  # fmt: skip
     group.add_argument(
         "--drafts", choices=("off", "ngram", "primary"), default="off",

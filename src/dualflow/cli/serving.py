@@ -31,7 +31,22 @@ def load_llm(folder: Path, *, chats: bool = False, **settings: Any) -> "LLM":
 
         load_chat_template(find_model_folder(folder), tokenizer)
     with warnings_as_lines():
-        return LLM(folder, **settings)
+        llm = LLM(folder, **settings)
+    if settings.get("backend", "auto") == "auto" and settings.get("device") == "cpu":
+        _tell_missing_kernels(llm)
+    return llm
+
+
+def _tell_missing_kernels(llm: "LLM") -> None:
+    """Say so where PyTorch computes for want of kernels that could be there."""
+    from dualflow.ops.native.library import why_missing
+
+    if llm.engine.config.backend == "torch" and (reason := why_missing()) is not None:
+        print(
+            f"note: {reason.partition(';')[0]}; PyTorch computes, which may be several times slower"
+            " (dualflow doctor says how to mend it)",
+            file=sys.stderr,
+        )
 
 
 def stream(llm: "LLM", prompt_ids: Sequence[int], params: "RequestParams") -> "Iterator[Event]":

@@ -146,6 +146,13 @@ class ChatTemplate:
                 "the chat template cannot render this conversation: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        try:
+            rendered[0].encode("utf-8")
+        except UnicodeEncodeError as error:  # JSON's escapes can make such texts
+            raise ChatError(
+                "a message holds half of a surrogate pair "
+                f"(U+{ord(error.object[error.start]):04X}), which is no character"
+            ) from error
         return rendered[0]
 
 

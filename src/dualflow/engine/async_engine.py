@@ -3,7 +3,9 @@ iterator.
 """
 
 import asyncio
+import atexit
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -67,6 +69,7 @@ class AsyncEngine:
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._serve, name="dualflow-engine", daemon=True)
         self._thread.start()
+        _RUNNING.add(self)
 
     @classmethod
     def load(cls, path: str | Path, **settings: Any) -> "AsyncEngine":
@@ -141,7 +144,8 @@ class AsyncEngine:
 
     def _post(self, command: "_Start | _Leave | _Abort") -> None:
         with self._lock:
-            if not self._stopped:
+            # After a fork the thread is the other process's alone.
+            if not self._stopped and self._thread.is_alive():
                 self._commands.put(command)
                 return
         if isinstance(command, _Start):
@@ -227,10 +231,30 @@ class AsyncEngine:
 
     def _stop_error(self) -> EngineStoppedError:
         if self._failure is None:
-            return EngineStoppedError("the engine was closed")
+            if self._stopped:
+                return EngineStoppedError("the engine was closed")
+            return EngineStoppedError(
+                "the engine runs in the process that made it, and this is a fork of that; "
+                "make one here"
+            )
         error = EngineStoppedError(f"the engine stopped: {self._failure!r}")
         error.__cause__ = self._failure
         return error
+
+
+_RUNNING: "weakref.WeakSet[AsyncEngine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Let no step run while the interpreter goes: a thread that it stops amid one takes the process
+    down.
+    """
+    running = list(_RUNNING)
+    for engine in running:
+        engine._commands.put(None)
+    for engine in running:
+        engine._thread.join()
 
 
 class _Waiter:

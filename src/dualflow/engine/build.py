@@ -36,7 +36,12 @@ def load_engine(path: str | Path, config: EngineConfig) -> Engine:
     folder = find_model_folder(path)
     device = pick_device(config.device)
     model = load_model(folder, device=device, dtype=_DTYPES.get(config.weights))
-    if config.weights in ("int8", "int4") and model.quantised != config.weights:
+    if model.quantised is not None and config.weights not in ("auto", model.quantised):
+        raise ValueError(
+            f"weights is {config.weights!r}, and {folder} holds {model.quantised}, which cannot be "
+            "turned back; leave weights out, or load the model it was made from"
+        )
+    if config.weights in ("int8", "int4") and model.quantised is None:
         model = quantise_model(model, config.weights)
     has_tokenizer = (folder / "tokenizer.json").is_file()
     tokenizer = load_tokenizer_of(folder) if has_tokenizer else None
@@ -138,6 +143,7 @@ def number_of_pages(model: CausalLM, config: EngineConfig, kv_dtype: KVDtype) ->
         wanted = config.max_running * -(-positions // config.page_size)
         device = device_of(model)
         pages = max(1, min(wanted, _spare_bytes(device) // page))
+    _require_memory(pages * page, device_of(model))
     if pages * config.page_size < positions:
         warnings.warn(
             f"the cache holds {pages * config.page_size:,} tokens, fewer than the model's "
@@ -179,6 +185,21 @@ def _native_unsupported(model: CausalLM, kv_dtype: KVDtype) -> str | None:
     if kv_dtype == "float64":
         return "its cache takes float32, bfloat16 and int8, and kv_dtype is float64"
     return native.unsupported(model)
+
+
+def _require_memory(cache_bytes: int, device: torch.device) -> None:
+    """Refuse a cache that no swapping would make room for: memory is only taken as pages are used,
+    so it would end the process amid its work.
+    """
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if cache_bytes > there:
+        raise ValueError(
+            f"the cache would take {cache_bytes:,} bytes, and there are {there:,} in all; "
+            "make num_pages or cache_bytes smaller"
+        )
 
 
 def _spare_bytes(device: torch.device) -> int:

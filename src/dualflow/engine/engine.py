@@ -17,7 +17,13 @@ from typing import Any
 
 from dualflow.data.detokenize import TokenTexts
 from dualflow.data.tokenizers import Tokenizer
-from dualflow.engine.admission import check_params, check_prompt, new_tokens_limit
+from dualflow.engine.admission import (
+    check_kinds,
+    check_params,
+    check_prompt,
+    new_tokens_limit,
+    require_characters,
+)
 from dualflow.engine.config import EngineConfig
 from dualflow.engine.counts import Counts
 from dualflow.engine.executor import Executor
@@ -98,10 +104,12 @@ class Engine:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt; those of an empty text are the end-of-text id, after which every
-        text begins. Raises ``RequestError`` where there is no tokenizer.
+        text begins. Raises ``RequestError`` where there is no tokenizer, or the text holds half a
+        surrogate pair.
         """
         if self.tokenizer is None:
             raise RequestError("the prompt is a text, and this engine has no tokenizer")
+        require_characters(text)
         return self.tokenizer.encode(text) or [self.tokenizer.eos_id]
 
     def prepare(
@@ -116,7 +124,8 @@ class Engine:
 
         A grammar is compiled here, which may take a while. Raises ``RequestError``.
         """
-        params = params or RequestParams()
+        params = RequestParams() if params is None else params
+        check_kinds(params, request_id, tenant)
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = check_prompt(ids, self.model_config)
         check_params(params, self.model_config, has_tokenizer=self.tokenizer is not None)
@@ -232,13 +241,13 @@ class Engine:
             if got.prompt:
                 sequence.group.add_prompt(planned, got)
             self._counts.new_tokens += sequence.advance(got, count, now, events)
-            if sequence.text.stopped is not None:
+            if sequence.text.stopped is not None or sequence.sampler.at_end:
                 self._scheduler.finish(planned.request_id, "stop")
 
     def _sequence(
         self, group: PreparedRequest, params: RequestParams, index: int, seed: int, tenant: str
     ) -> Sequence:
-        stop_ids = params.stop_ids
+        stop_ids = frozenset(params.stop_ids)
         if self.tokenizer is not None and not params.ignore_eos:
             stop_ids = stop_ids | self.tokenizer.stop_ids
         max_tokens, limit_reason = new_tokens_limit(

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -219,10 +220,16 @@ def _naming(index: int) -> Iterator[None]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
+    if isinstance(prompts, str | bytes | bytearray | Mapping):
+        return [cast(str, prompts)]
+    try:
+        # An array's own list has plain numbers in it, whatever it is an array of.
+        listed = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise RequestError(
+            f"the prompts are {prompts!r}; expected a text, token ids, or several of those"
+        ) from error
+    if listed and all(isinstance(item, Integral) for item in listed):
         return [cast(list[int], listed)]
     return cast(list[Prompt], listed)
 

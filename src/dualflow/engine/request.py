@@ -5,10 +5,10 @@ pages, and each of those is a ``Request`` of its own to the scheduler.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "context", "cache", "abort", "error"]
 """``stop``: a stop id or string; ``length``: max_tokens; ``context``: no positions left in the
@@ -78,6 +78,13 @@ class StructuredOutput:
     kind: Literal["json_schema", "json", "regex", "grammar"]
     value: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, str):
+            raise RequestError(
+                f"structured output has a {type(self.value).__name__} as its source; "
+                "expected a text (json.dumps makes one of a schema)"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestParams:
@@ -129,6 +136,7 @@ class RequestParams:
     priority: int = 0
 
     def __post_init__(self) -> None:
+        _require_kinds(self)
         _require_integer("max_tokens", self.max_tokens, 1, optional=True)
         _require_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -239,6 +247,25 @@ class Request:
             return tuple(self.output_ids[start - prompt : end - prompt])
         head = self.prompt_ids[start:end]
         return head + tuple(self.output_ids[: end - prompt]) if end > prompt else head
+
+
+_SEVERAL = (Set, list, tuple)
+_KINDS: dict[str, tuple[Any, str]] = {
+    "logit_bias": (Mapping, "a mapping from ids to numbers"),
+    "allowed_ids": ((*_SEVERAL, type(None)), "a set of ids"),
+    "stop": (_SEVERAL, "several texts, such as ('.',)"),
+    "stop_ids": (_SEVERAL, "a set of ids"),
+    "ignore_eos": (bool, "True or False"),
+    "structured": ((StructuredOutput, type(None)), "a StructuredOutput"),
+    "aux": (AuxPolicy, "an AuxPolicy, such as AuxPolicy.parse('exact')"),
+}
+
+
+def _require_kinds(params: RequestParams) -> None:
+    for name, (kind, expected) in _KINDS.items():
+        value = getattr(params, name)
+        if not isinstance(value, kind):
+            raise RequestError(f"{name} is {value!r}; expected {expected}")
 
 
 def _require_ids(params: RequestParams) -> None:

@@ -195,7 +195,9 @@ class Runner:
         results = []
         for turn in turns:
             turn.observe(readout.alpha)
-            tokens = tuple(choices[picked.row] for picked in turn.picked)
+            # What fails may have decided some tokens before, which nobody described.
+            picked = turn.picked if turn.error is None else ()
+            tokens = tuple(choices[one.row] for one in picked)
             if any(choice.log_r != choice.log_r for choice in tokens):
                 turn.fail(_NOT_NUMBERS)
             aux_positions = 0

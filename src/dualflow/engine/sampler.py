@@ -34,6 +34,11 @@ class GrammarState(Protocol):
         """Go on by one token."""
         ...
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last token was the end: nothing may follow."""
+        ...
+
 
 class RequestSampler:
     """Chooses the tokens of one sequence.
@@ -88,6 +93,11 @@ class RequestSampler:
     def wants_logprobs(self) -> bool:
         """Whether r itself is reported for the tokens of the output."""
         return self.params.logprobs is not None
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the text has come to the end of its shape, which outranks ``min_tokens``."""
+        return self._grammar is not None and self._grammar.ended
 
     def uniform(self, index: int) -> float:
         """The random number of output position ``index``, in [0, 1)."""

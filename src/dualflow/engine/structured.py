@@ -123,7 +123,7 @@ class ShapedText:
     @property
     def complete(self) -> bool:
         """Whether the text has its shape as it stands."""
-        return self._ended or self._matcher.is_accepting()
+        return self.ended or self._matcher.is_accepting()
 
     def allowed(self, output_ids: Sequence[int]) -> Tensor:
         """Which ids may follow ``output_ids``, bool [V]; read it before the next call.
@@ -137,7 +137,7 @@ class ShapedText:
 
     def accept(self, token_id: int) -> None:
         """Go on by one token. Raises ``RequestError`` where it is not allowed."""
-        if self._ended:
+        if self.ended:
             fits = token_id in self._end_ids
         elif token_id in self._end_ids:
             fits = self._matcher.is_accepting()
@@ -152,7 +152,8 @@ class ShapedText:
         self._mask = None
 
     @property
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
+        """Whether the last token was the end: nothing may follow."""
         return bool(self._written) and self._written[-1] in self._end_ids
 
     def _follow(self, output_ids: Sequence[int]) -> None:
@@ -167,7 +168,7 @@ class ShapedText:
 
     def _next_mask(self) -> Tensor:
         mask_V = np.zeros(self._size, np.bool_)
-        if not self._ended and not self._matcher.is_stopped():
+        if not self.ended and not self._matcher.is_stopped():
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             known = np.unpackbits(bits, bitorder="little")[: self._size]
             mask_V[: len(known)] = known

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dualflow.model.couplings import per_flow, project
-from dualflow.model.flows import owned
+from dualflow.model.flows import new_embedding, owned
 from dualflow.model.kv import BatchKV, ContiguousCache, KVWriter
 from dualflow.model.layer import Layer
 from dualflow.model.quantise import QUANTISED_TENSORS, QuantisedEmbedding
@@ -67,10 +67,10 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig, *, own_key_value: bool = False) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = new_embedding(config.vocab_size, config.hidden_size)
         learned = config.position == "learned"
         self.embed_positions = (
-            nn.Embedding(config.max_position, config.hidden_size) if learned else None
+            new_embedding(config.max_position, config.hidden_size) if learned else None
         )
         layers = (Layer(config, own_key_value=own_key_value) for _ in range(config.num_layers))
         self.layers = nn.ModuleList(layers)

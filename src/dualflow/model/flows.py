@@ -60,7 +60,7 @@ class AuxModel(nn.Module):
     def __init__(self, config: ModelConfig, aux: AuxConfig, head: nn.Linear) -> None:
         super().__init__()
         own = (
-            nn.Embedding(config.vocab_size, config.hidden_size) if aux.embedding == "own" else None
+            new_embedding(config.vocab_size, config.hidden_size) if aux.embedding == "own" else None
         )
         self.add_module("embed_tokens", own)
         self.add_module(
@@ -69,6 +69,13 @@ class AuxModel(nn.Module):
         self.add_module(
             "lm_head", _own_matrix(head, aux.lora_rank) if "lm_head" in aux.owns else None
         )
+
+
+def new_embedding(rows: int, width: int) -> nn.Embedding:
+    """A table without values yet: they are drawn by name or loaded (``model.init``). Torch would
+    draw some first, and import its compiler to do that on the meta device.
+    """
+    return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 def owned(flows: Iterable[nn.Module], name: str) -> list[Any]:

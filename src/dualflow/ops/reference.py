@@ -44,9 +44,10 @@ def mixture_loss(
 
 
 def quantise_group(weights: list[float], levels: int) -> tuple[list[int], float, float]:
-    """Codes, scale and minimum of one group: 127 levels for int8, whose minimum is 0, 15 for int4.
+    """Codes, scale and minimum of one group, its range divided evenly: 127 levels for int8, whose
+    minimum is 0, 15 for int4. Every weight is within half a scale of scale · code + minimum.
 
-    Every weight is within half a scale of scale · code + minimum.
+    All of int8; of int4 what ``fitted_group`` has to be better than.
     """
     minimum, largest = 0.0, max(abs(w) for w in weights)
     if levels == 15:
@@ -55,14 +56,71 @@ def quantise_group(weights: list[float], levels: int) -> tuple[list[int], float,
     scale = half(largest / levels)
     if largest > scale * (levels + 0.5):
         scale = half_beside(largest / levels, above=True)
-    codes = [round((w - minimum) / scale) if scale else 0 for w in weights]
     lowest = -levels if levels == 127 else 0
-    return [min(max(code, lowest), levels) for code in codes], scale, minimum
+    return nearest_codes(weights, scale, minimum, lowest, levels), scale, minimum
+
+
+def fitted_group(weights: list[float]) -> tuple[list[int], float, float]:
+    """Codes, scale and minimum of one int4 group: of all that are tried, the least squared error.
+
+    Tried are the even division by 15 steps; grids of 8 to 15 steps between the extremes, as they
+    are, counted from any of their points up or down; these and grids over a part of the range with
+    the line through codes and weights in their place; and at last the line of the best so far.
+    """
+    low, span = min(weights), max(weights) - min(weights)
+    tried = [quantise_group(weights, 15)]
+    for steps in range(8, 16):
+        step = half(span / steps)
+        codes = nearest_codes(weights, step, low)
+        tried.append(line_through(codes, weights, step))
+        for zero in range(steps - 15, 1):
+            tried.append(([code - zero for code in codes], step, half(low + step * zero)))
+        for zero in range(steps, 16):
+            tried.append(([zero - code for code in codes], -step, half(low + step * zero)))
+    for part in (0.95, 0.9, 0.85):
+        step = span * part / 15
+        codes = nearest_codes(weights, step, low + span * (1 - part) / 2)
+        tried.append(line_through(codes, weights, step))
+    finite = [group for group in tried if math.isfinite(group[1]) and math.isfinite(group[2])]
+    best = min(finite, key=lambda group: squared_error(weights, *group))
+    line = line_through(nearest_codes(weights, *best[1:]), weights, best[1])
+    best = min(best, line, key=lambda group: squared_error(weights, *group))
+    return nearest_codes(weights, *best[1:]), *best[1:]
+
+
+def nearest_codes(
+    weights: list[float], scale: float, minimum: float, lowest: int = 0, highest: int = 15
+) -> list[int]:
+    """The codes whose scale · code + minimum are nearest; 0 where the scale is 0."""
+    codes = [round((w - minimum) / scale) if scale else 0 for w in weights]
+    return [min(max(code, lowest), highest) for code in codes]
+
+
+def line_through(
+    codes: list[int], weights: list[float], scale: float
+) -> tuple[list[int], float, float]:
+    """The codes with the float16 scale, and then the float16 minimum, of least squared error. Where
+    all codes are one, no scale is better than the given one.
+    """
+    code_mean, mean = math.fsum(codes) / len(codes), math.fsum(weights) / len(weights)
+    spread = math.fsum((code - code_mean) ** 2 for code in codes)
+    if spread:
+        pairs = zip(codes, weights, strict=True)
+        scale = math.fsum((code - code_mean) * (w - mean) for code, w in pairs) / spread
+    scale = half(scale)
+    return codes, scale, half(mean - scale * code_mean)
+
+
+def squared_error(weights: list[float], codes: list[int], scale: float, minimum: float) -> float:
+    """Σ (weight − (scale · code + minimum))²."""
+    pairs = zip(codes, weights, strict=True)
+    return math.fsum((w - (scale * code + minimum)) ** 2 for code, w in pairs)
 
 
 def half(x: float) -> float:
-    """The float16 nearest to ``x``."""
-    return float(np.float16(x))
+    """The float16 nearest to ``x``; infinite where that is beyond them."""
+    with np.errstate(over="ignore"):
+        return float(np.float16(x))
 
 
 def half_beside(x: float, *, above: bool) -> float:

@@ -145,11 +145,18 @@ def test_lines_may_be_piped_in(model, monkeypatch, capfd):
     [
         (["--n", "2"], "--n is 2; a conversation goes on from one answer"),
         (["--temperature", "-1"], "temperature is -1.0"),
+        (["--logprobs", "1"], "--logprobs has no place in a conversation"),
+        (["--prompt-logprobs", "1"], "--prompt-logprobs has no place in a conversation"),
     ],
 )
 def test_options_that_cannot_be_used_are_one_line(model, capfd, arguments, message):
     assert main(["chat", str(model), "--device", "cpu", *arguments]) == 2
     assert message in capfd.readouterr().err
+
+
+def test_the_model_must_be_named(capfd):
+    assert main(["chat"]) == 2
+    assert "required: MODEL" in capfd.readouterr().err
 
 
 def test_a_model_without_a_template_cannot_chat(tmp_path, capfd):

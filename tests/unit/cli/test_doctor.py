@@ -1,14 +1,18 @@
 """``dualflow doctor``: tells what is amiss, and is well where nothing needed is broken."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dualflow.cli import doctor
 from dualflow.cli.main import main
+from dualflow.ops.native import build, library
 
 
 @pytest.fixture
@@ -25,7 +29,10 @@ def test_json_reports_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in report["checks"]}
     assert report["ok"] is True
-    assert {"python", "threads", "devices", "torch.compile", "disk", "network"} <= set(checks)
+    assert {"python", "threads", "devices", "kernels", "torch.compile", "disk", "network"} <= set(
+        checks
+    )
+    assert {"transformers", "gguf", "llguidance"} <= set(doctor.OPTIONAL)
     assert set(doctor.CORE) | set(doctor.OPTIONAL) <= set(checks)
     assert checks["torch"]["status"] == "ok"
 
@@ -98,3 +105,35 @@ def test_no_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor.check_compiler()
     assert check.status == "warning"
     assert "g++" in check.mend
+
+
+@pytest.fixture
+def kernel_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder in place of the one with the compiled kernels."""
+    load = library.load
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    load.cache_clear()
+    yield tmp_path
+    load.cache_clear()
+
+
+def test_absent_kernels_are_a_warning_that_says_how_to_compile_them(kernel_folder: Path) -> None:
+    (check,) = doctor.check_kernels()
+    assert (check.name, check.status) == ("kernels", "warning")
+    assert "not compiled" in check.detail
+    assert "python -m dualflow.ops.native.build" in check.mend
+
+
+@pytest.mark.parametrize(("age", "status"), [(0, "ok"), (3600, "warning")])
+def test_kernels_name_their_instruction_set_and_are_as_new_as_their_source(
+    kernel_folder: Path, monkeypatch: pytest.MonkeyPatch, age: int, status: str
+) -> None:
+    newest = max(path.stat().st_mtime for path in build.SOURCES.iterdir())
+    for isa in build.instruction_sets():
+        (kernel_folder / f"_kernels_{isa}.so").touch()
+        os.utime(kernel_folder / f"_kernels_{isa}.so", (newest - age, newest - age))
+    monkeypatch.setattr(library, "why_missing", lambda: None)
+    monkeypatch.setattr(library, "load", lambda: SimpleNamespace(df_isa=lambda: b"baseline"))
+    (check,) = doctor.check_kernels()
+    assert check.status == status
+    assert check.detail.startswith("baseline")

@@ -5,6 +5,7 @@ from dualflow.cli.figures import Figures, figures_line
 WHOLE = Figures(
     prompt_tokens=40, cached_tokens=0, new_tokens=11, prefill_seconds=0.5, decode_seconds=2.0,
     cache_bytes=2048, cache_bytes_allocated=4096, aux_positions=11, drafted=0, accepted=0,
+    backend="native",
 )  # fmt: skip
 
 
@@ -31,3 +32,10 @@ def test_one_token_has_no_speed_of_decoding():
     assert one.decode_tokens_per_second is None
     assert "no decode steps" in figures_line(one, "length")
     assert one.record()["prefill_tokens_per_second"] == 80
+
+
+def test_the_slower_backend_is_named():
+    import dataclasses
+
+    line = figures_line(dataclasses.replace(WHOLE, backend="torch"), "length")
+    assert line == f"{figures_line(WHOLE, 'length')} | backend torch"

@@ -98,6 +98,38 @@ def test_log_probabilities_are_reported_where_asked_for(capfd, model):
     assert [token["token_id"] for token in result["prompt_tokens"]] == [ord("y")]
 
 
+@pytest.mark.parametrize("option", ["--logprobs", "--prompt-logprobs"])
+def test_log_probabilities_that_nobody_would_see_are_refused(capfd, model, option):
+    code, out, err = generate(capfd, model, "--prompt", "x", option, "1")
+    assert (code, out) == (2, "")
+    assert "add --json" in err
+
+
+def test_a_gguf_file_is_no_model_yet_and_the_verb_that_makes_one_is_named(capfd):
+    code, _, err = generate(capfd, "some.gguf", "--prompt", "x")
+    assert code == 2
+    assert "dualflow convert some.gguf FOLDER" in err
+
+
+def test_missing_kernels_are_told_where_pytorch_serves_in_their_place(
+    capfd, model, tmp_path, monkeypatch
+):
+    from dualflow.ops.native import library
+
+    load = library.load
+    arguments = (model, "--prompt", "x", "--max-tokens", "2", "--device", "cpu")
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    load.cache_clear()
+    try:
+        code, _, err = generate(capfd, *arguments)
+        assert code == 0
+        assert "not compiled" in err and "dualflow doctor" in err and "| backend torch" in err
+        # Nobody who asks for PyTorch wants to be told.
+        assert "note:" not in generate(capfd, *arguments, "--backend", "torch")[2]
+    finally:
+        load.cache_clear()
+
+
 def test_several_outputs_stand_below_each_other(capfd, model):
     arguments = ("--prompt", "x", "--max-tokens", "4", "--seed", "1", "--n", "2")
     code, out, err = generate(capfd, model, *arguments)

@@ -136,6 +136,12 @@ def test_variables_reach_the_template_and_stay_text(tokenizer):
     assert ids.count(START) == 1
 
 
+@pytest.mark.parametrize("encode", ["encode", "render"])
+def test_half_a_surrogate_pair_is_no_text(chatml, encode):
+    with pytest.raises(ChatError, match=r"half of a surrogate pair \(U\+D83D\)"):
+        getattr(chatml, encode)(user(json.loads('"hi \\ud83d"')))
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "eos_token"])
 def test_variables_of_ours_are_not_overridden(chatml, name):
     with pytest.raises(ChatError, match=f"{name!r} is set by dualflow"):

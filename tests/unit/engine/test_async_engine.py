@@ -1,6 +1,8 @@
 """``AsyncEngine``: concurrent streams, cancellation, failures that reach everyone."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
@@ -259,5 +261,48 @@ def test_the_state_is_known_when_the_last_event_is(engine: Engine) -> None:
         stats = client.stats()
         assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
         assert stats.finished == {"length": 1}
+
+    run(engine, scenario)
+
+
+LEAVES_AMID_A_STEP = """
+import asyncio, sys
+import torch
+from dualflow.engine import AsyncEngine, RequestParams
+from dualflow.testing import tiny_config
+from dualflow.testing.engines import tiny_engine
+from dualflow.testing.tensors import tiny_model
+
+torch.set_num_threads(1)
+engine = tiny_engine(tiny_model(tiny_config("dual")), num_pages=400)
+client = AsyncEngine(engine)
+
+async def main():
+    async for _ in client.generate([1], RequestParams(max_tokens=100)):
+        sys.exit(3)
+
+asyncio.run(main())
+"""
+
+
+def test_leaving_the_interpreter_with_a_live_engine_is_quiet() -> None:
+    """A thread that it stops in the wrong place would abort the process."""
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", LEAVES_AMID_A_STEP], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_a_fork_is_told_that_the_engine_is_elsewhere(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(client: AsyncEngine) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(client._thread, "is_alive", lambda: False)
+            with pytest.raises(EngineStoppedError, match="a fork"):
+                await collect(client.generate([97], GREEDY))
+            await client.abort("whatever")
+        assert len(ids(await collect(client.generate([97], GREEDY)))) == 6
 
     run(engine, scenario)

@@ -12,6 +12,7 @@ from dualflow.data.tokenizers import bytes_tokenizer
 from dualflow.engine import Engine, EngineConfig, RequestParams, build_engine
 from dualflow.engine import build as building
 from dualflow.model import CausalLM, build_model
+from dualflow.model.quantise import quantise_model
 from dualflow.spec import ModelConfig
 from dualflow.testing import tiny_config
 from dualflow.testing.engines import run_all
@@ -73,6 +74,24 @@ def test_a_folder_is_loaded_in_the_format_asked_for(weights: Any, tmp_path: Path
     engine = Engine.load(tmp_path / "m", config)
     name = engine.add([97, 98], GREEDY)
     assert len(run_all(engine, [name])[name].outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int4"])
+def test_quantised_weights_are_not_passed_off_as_others(weights: Any, tmp_path: Path) -> None:
+    save_model(quantise_model(build_model(DUAL), "int8"), tmp_path / "m")
+    with pytest.raises(ValueError, match=f"'{weights}', and .* holds int8"):
+        Engine.load(tmp_path / "m", EngineConfig(weights=weights, backend="torch", num_pages=20))
+    stored = Engine.load(
+        tmp_path / "m", EngineConfig(weights="int8", backend="torch", num_pages=20)
+    )
+    assert stored.config.num_pages == 20
+
+
+@pytest.mark.parametrize("size", [{"num_pages": 2**40}, {"cache_bytes": 2**60}])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_cache_larger_than_the_memory_is_refused(size: dict[str, int], backend: Any) -> None:
+    with pytest.raises(ValueError, match=r"the cache would take [\d,]+ bytes, and there are"):
+        engine_of(build_model(DUAL), backend=backend, **size)
 
 
 def test_off_is_warned_of_with_what_the_folder_records(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -235,6 +236,38 @@ class TestFailures:
         assert "not numbers" in bad.error
         assert good.token_ids == also_good.token_ids == reference
 
+    def test_one_fails_after_a_token_of_the_same_step_and_the_others_go_on(
+        self, engine: Engine, executor: FaultyExecutor
+    ) -> None:
+        """The first guess holds, and the row after it is not numbers."""
+        prompt, letters = [1, 2, 98, 99, 5, 1, 2], frozenset({98, 99})
+        params = RequestParams(max_tokens=9, allowed_ids=letters, drafts="ngram", logprobs=0)
+        seeded = (replace(params, seed=seed) for seed in range(100))
+        params = next(p for p in seeded if run(engine, p, prompt).text.startswith("bc"))
+        reference = run(engine, GREEDY).outputs[0].token_ids
+        executor.not_a_number_after = 99
+        names = [engine.add(prompt, params), engine.add(PROMPT, GREEDY)]
+        done = run_all(engine, names)
+        bad, good = (done[name].outputs[0] for name in names)
+        assert (bad.finish_reason, len(bad.token_ids)) == ("error", 1)
+        assert good.token_ids == reference
+
+    def test_one_whose_shape_takes_no_further_token_fails_alone(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("llguidance")
+
+        def accept(self: object, token_id: int) -> None:
+            raise RequestError("the structured output cannot go on")
+
+        monkeypatch.setattr("dualflow.engine.structured.ShapedText.accept", accept)
+        reference = run(engine, GREEDY).outputs[0].token_ids
+        shaped = replace(WRITING, structured=StructuredOutput("regex", "[a-e]+"))
+        names = [engine.add(PROMPT, params) for params in (shaped, GREEDY)]
+        bad, good = (output.outputs[0] for output in run_all(engine, names).values())
+        assert (bad.finish_reason, bad.error) == ("error", "the structured output cannot go on")
+        assert good.token_ids == reference
+
     @pytest.mark.parametrize("error", [MemoryError("no memory"), KeyboardInterrupt()])
     def test_a_step_that_fails_ends_its_requests_and_leaves_the_engine_in_order(
         self, engine: Engine, executor: FaultyExecutor, error: BaseException
@@ -274,6 +307,12 @@ class TestRefusals:
             ([259], GREEDY, "token id 259, but the vocabulary ends at 258"),
             ([-1], GREEDY, "token id -1"),
             (["a"], GREEDY, "no list of token ids"),
+            ([97.0], GREEDY, "no list of token ids"),
+            ([True, False], GREEDY, "there is a bool in it"),
+            (b"ab", GREEDY, "of type bytes"),
+            ({97: 98}, GREEDY, "of type dict"),
+            ("ab\ud83d", GREEDY, r"position 2, but half of a surrogate pair \(U\+D83D\)"),
+            (PROMPT, {"max_tokens": 3}, "expected RequestParams"),
             (PROMPT, replace(GREEDY, stop_ids=frozenset({300})), "stop_ids .* 300"),
             (PROMPT, replace(GREEDY, allowed_ids=frozenset({259})), "allowed_ids .* 259"),
             (PROMPT, replace(GREEDY, logit_bias={400: 1.0}), "logit_bias .* 400"),
@@ -285,6 +324,13 @@ class TestRefusals:
         with pytest.raises(RequestError, match=message):
             engine.add(prompt, params)
         assert not engine.has_work
+
+    @pytest.mark.parametrize("fields", [{"tenant": None}, {"tenant": 5}, {"request_id": 5}])
+    def test_what_is_no_text_and_would_fail_in_the_step_of_all(
+        self, engine: Engine, fields: Any
+    ) -> None:
+        with pytest.raises(RequestError, match="expected a text"):
+            engine.add(PROMPT, GREEDY, **fields)
 
     def test_texts_without_a_tokenizer(self, model: CausalLM) -> None:
         engine = tiny_engine(model)
@@ -337,9 +383,9 @@ def test_off_warns_once_with_both_losses(model: CausalLM) -> None:
 
 
 def test_numbers_of_any_integer_type_are_ids(engine: Engine) -> None:
-    prompts: list[Any] = [PROMPT, torch.tensor(PROMPT)]
+    prompts: list[Any] = [PROMPT, torch.tensor(PROMPT), np.array(PROMPT, np.uint16)]
     tokens = [run(engine, GREEDY, prompt).outputs[0].token_ids for prompt in prompts]
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_a_json_schema_shapes_the_text_of_each_output(engine: Engine) -> None:
@@ -355,3 +401,16 @@ def test_a_json_schema_shapes_the_text_of_each_output(engine: Engine) -> None:
         engine.add(PROMPT, replace(GREEDY, structured=StructuredOutput("json_schema", "{")))
     with pytest.raises(RequestError, match="ignore_eos"):
         engine.add(PROMPT, replace(GREEDY, structured=shape, ignore_eos=True))
+
+
+@pytest.mark.parametrize("stop_ids", [frozenset(), frozenset({98})])
+def test_the_end_of_a_shape_ends_the_output_whatever_min_tokens(
+    engine: Engine, stop_ids: frozenset[int]
+) -> None:
+    """And it is the end of the shape that does, not a stop id which the shape asks for."""
+    pytest.importorskip("llguidance")
+    shape = StructuredOutput("regex", "abc")
+    params = RequestParams(min_tokens=20, max_tokens=30, structured=shape, stop_ids=stop_ids)
+    output = run(engine, params).outputs[0]
+    assert (output.text, output.finish_reason) == ("abc" if not stop_ids else "ac", "stop")
+    assert len(output.token_ids) == 4

@@ -7,7 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from dualflow.checkpoint import save_model
 from dualflow.config import ConfigError
@@ -79,9 +81,17 @@ class TestGenerate:
     def test_no_prompts_no_outputs(self, llm: LLM) -> None:
         assert llm.generate([]) == []
 
-    @pytest.mark.parametrize("prompt", ["text", [97, 98]])
+    @pytest.mark.parametrize(
+        "prompt",
+        ["text", [97, 98], np.array([97, 98]), list(np.array([97, 98])), torch.tensor([97, 98])],
+    )
     def test_one_prompt_need_not_be_in_a_list(self, llm: LLM, prompt: Any) -> None:
         assert len(llm.generate(prompt, GREEDY)) == 1
+
+    @pytest.mark.parametrize("prompts", [None, 5, b"text", {"prompt": "text"}])
+    def test_what_is_no_prompt_is_refused(self, llm: LLM, prompts: Any) -> None:
+        with pytest.raises(RequestError, match="expected a text"):
+            llm.generate(prompts, GREEDY)
 
     def test_n_outputs_are_in_order(self, llm: LLM) -> None:
         (output,) = llm.generate("ab", RequestParams(n=4, seed=3, max_tokens=5))

@@ -52,6 +52,8 @@ class Alternating:
     def accept(self, token_id: int) -> None:
         pass
 
+    ended = False
+
 
 @pytest.mark.parametrize(
     "fields",

@@ -111,13 +111,19 @@ def _open(isa: str) -> Any:
     if not path.is_file():
         have = ", ".join(sorted(p.stem.removeprefix("_kernels_") for p in FOLDER.glob("*.so")))
         raise KernelsMissingError(
-            f"the C++ kernels for {isa!r} were not compiled (compiled: {have or 'none'}); install "
-            "a C++20 compiler (g++ or clang++) and install dualflow again"
+            f"the C++ kernels for {isa!r} were not compiled (compiled: {have or 'none'}); with a "
+            "C++20 compiler (g++ or clang++) they are by: python -m dualflow.ops.native.build"
         )
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise KernelsMissingError(f"the C++ kernels cannot be loaded: {error}") from error
+    same = getattr(library, "df_layout", lambda: 0)()
+    if same != ctypes.sizeof(ModelSpec) << 16 | ctypes.sizeof(Step):
+        raise KernelsMissingError(
+            f"the C++ kernels for {isa!r} were compiled from another version of dualflow; compile "
+            "them again: python -m dualflow.ops.native.build"
+        )
     return _declare(library)
 
 

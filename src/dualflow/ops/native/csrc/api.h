@@ -74,6 +74,8 @@ typedef struct DfModel DfModel;
 
 const char *df_isa(void);       // what this library was compiled for
 const char *df_best_isa(void);  // what this machine can run
+// Bytes of DfModelSpec times 65536 plus those of DfStep: whether the caller knows the same structs.
+int32_t df_layout(void);
 // null and *error set where the model cannot be built.
 DfModel *df_model_new(const DfModelSpec *spec, const char **error);
 void df_model_free(DfModel *);

@@ -25,6 +25,8 @@ extern "C" {
 
 DF_PUBLIC const char *df_isa(void) { return DF_ISA; }
 
+DF_PUBLIC int32_t df_layout(void) { return (int32_t)(sizeof(DfModelSpec) << 16 | sizeof(DfStep)); }
+
 DF_PUBLIC const char *df_best_isa(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
