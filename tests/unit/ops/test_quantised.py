@@ -1,6 +1,7 @@
 """Quantised matrices against their slow twin, and byte for byte where other code reads them."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,8 +29,13 @@ def codes_of(found: quantised.Quantised, inputs: int) -> torch.Tensor:
     return quantised.unpack_nibbles(found.codes, inputs) if packed else found.codes
 
 
-def groups_of(weight: torch.Tensor, found: quantised.Quantised):
-    """Each group: its weights as numbers, its codes, scale and minimum."""
+Group = tuple[list[int], float, float]
+
+
+def groups_of(
+    weight: torch.Tensor, found: quantised.Quantised
+) -> Iterator[tuple[list[float], Group]]:
+    """Each group: its weights as numbers, and its codes, scale and minimum."""
     codes = codes_of(found, weight.shape[1])
     for row in range(len(weight)):
         for group in range(quantised.group_count(weight.shape[1])):
@@ -37,40 +43,39 @@ def groups_of(weight: torch.Tensor, found: quantised.Quantised):
             minimum = 0.0 if found.minimum is None else found.minimum[row, group].item()
             scale = found.scale[row, group].item()
             values = weight[row, columns].double().tolist()
-            yield values, codes[row, columns].tolist(), scale, minimum
+            yield values, (codes[row, columns].tolist(), scale, minimum)
+
+
+def error_of_even_division(values: list[float]) -> float:
+    return reference.squared_error(values, *reference.quantise_group(values, 15))
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-7, 1e4])
 @pytest.mark.parametrize("inputs", WIDTHS)
 def test_int8_equals_the_slow_twin_group_by_group(inputs: int, size: float):
     weight = matrix(inputs, size=size)
-    for values, *found in groups_of(weight, quantise(weight, "int8")):
-        assert tuple(found) == reference.quantise_group(values, 127)
+    for values, found in groups_of(weight, quantise(weight, "int8")):
+        assert found == reference.quantise_group(values, 127)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e-7, 1e4])
 @pytest.mark.parametrize("inputs", WIDTHS)
 def test_int4_has_the_squared_error_of_the_slow_twin(inputs: int, size: float):
     weight = matrix(inputs, size=size)
-    for values, *found in groups_of(weight, quantise(weight, "int4")):
+    for values, found in groups_of(weight, quantise(weight, "int4")):
         least = reference.squared_error(values, *reference.fitted_group(values))
         error = reference.squared_error(values, *found)  # equally good grids may differ
         assert error == pytest.approx(least, rel=1e-9, abs=1e-26 * max(map(abs, values)) ** 2)
-        even = reference.squared_error(values, *reference.quantise_group(values, 15))
-        assert error <= even * (1 + 1e-12)
+        assert error <= error_of_even_division(values) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-3])
 def test_int4_is_better_than_an_even_division_of_the_range(size: float):
     weight = matrix(64, 20, size)
-    errors = [
-        (
-            reference.squared_error(v, *g),
-            reference.squared_error(v, *reference.quantise_group(v, 15)),
-        )
-        for v, *g in groups_of(weight, quantise(weight, "int4"))
-    ]
-    ours, even = map(sum, zip(*errors, strict=True))
+    ours = even = 0.0
+    for values, found in groups_of(weight, quantise(weight, "int4")):
+        ours += reference.squared_error(values, *found)
+        even += error_of_even_division(values)
     assert ours < 0.9 * even
 
 
@@ -131,7 +136,7 @@ def test_no_weight_of_int8_moves_by_more_than_half_a_scale(size: float):
 @pytest.mark.parametrize("size", [1.0, 1e-3, 3e-7, 1e-9, 1e4])
 def test_int4_moves_weights_by_half_a_scale_at_most_or_to_the_end_of_their_grid(size: float):
     weight = matrix(71, 40, size)
-    for values, codes, scale, minimum in groups_of(weight, quantise(weight, "int4")):
+    for values, (codes, scale, minimum) in groups_of(weight, quantise(weight, "int4")):
         ends = sorted([minimum, minimum + 15 * scale])
         for value, code in zip(values, codes, strict=True):
             inside = min(max(value, ends[0]), ends[1])
@@ -143,6 +148,13 @@ def test_a_narrow_group_far_from_zero_is_kept_within_its_range():
     found = quantise(weight, "int4")
     error = (dequantise(found, 32, torch.float64) - weight.double()).abs().max()
     assert error <= 1e-3 / 15
+
+
+@pytest.mark.parametrize("inputs", [32, 35])
+def test_a_matrix_of_no_outputs_has_no_codes(inputs: int):
+    for kind in KINDS:
+        found = quantise(torch.zeros(0, inputs), kind)
+        assert dequantise(found, inputs).shape == (0, inputs)
 
 
 @pytest.mark.parametrize("inputs", [32, 35])

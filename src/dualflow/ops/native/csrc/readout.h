@@ -63,7 +63,10 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
         const float *x = target(row);
         each_block([&](int block, int from, int to) {
             f16x top = all(-INFINITY), sums = zeros();
-            each(from, to, [&](int c, auto n) { top = bigger(take(x + c, n, -INFINITY), top); });
+            each(from, to, [&](int c, auto n) {
+                top = bigger(take(x + c, n, -INFINITY), top);
+                sums += take(x + c, n, 0) * 0.0f;  // comparisons drop what is not a number; this does not
+            });
             float best = largest(top);
             each(from, to, [&](int c, auto n) { sums += exponential(take(x + c, n, -INFINITY) - best); });
             cell(row, block)[TOP_P] = best, cell(row, block)[SUM_P] = sum(sums);
@@ -74,7 +77,7 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
         float best = -INFINITY, total = 0, *x = target(row);
         for (int k = 0; k < blocks; k++) best = fmaxf(best, cell(row, k)[TOP_P]);
         for (int k = 0; k < blocks; k++)
-            if (cell(row, k)[SUM_P] > 0) total += cell(row, k)[SUM_P] * expf(cell(row, k)[TOP_P] - best);
+            if (cell(row, k)[SUM_P] != 0) total += cell(row, k)[SUM_P] * expf(cell(row, k)[TOP_P] - best);
         float normaliser = best + logf(total);
         each_block([&](int block, int from, int to) {
             f16x square = zeros(), mixed = zeros();
@@ -121,7 +124,7 @@ inline void NativeModel::mix_row(Frame &f, int t, int i, EachBlock each_block, C
     float square = 0, mixed = 0;
     if (f.T) {
         for (int k = 0; k < ceil_div(V, BLOCK); k++) square += cell(i, k)[SQUARE_P], mixed += cell(i, k)[MIXED_P];
-        if (t == 0) f.s.alpha[i] = fminf(fmaxf(square, 0.5f), 1.0f), f.s.complement[i] = fminf(fmaxf(mixed, 1.17549435e-38f), 0.5f);
+        if (t == 0) f.s.alpha[i] = square == square ? fminf(fmaxf(square, 0.5f), 1.0f) : NAN, f.s.complement[i] = fminf(fmaxf(mixed, 1.17549435e-38f), 0.5f);
     }
     float alpha = f.T ? fminf(fmaxf(square, 0.5f), 1.0f) : f.s.alpha[i];
     float rest = f.T ? fminf(fmaxf(mixed, 1.17549435e-38f), 0.5f) : f.s.complement[i];

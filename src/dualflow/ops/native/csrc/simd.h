@@ -227,10 +227,10 @@ DF_INLINE float largest(f16x v) {
 }
 DF_INLINE f16x bigger(f16x a, f16x b) { return where_above(a, b, a, b); }
 
-// e^x to two units in the last place; 0 below about -87, and x is at most about 88.
+// e^x to two units in the last place; 0 below about -87, and x is at most about 88. NaN stays NaN.
 DF_INLINE f16x exponential(f16x x) {
     f16x low = all(-87.33654f);
-    f16x y = bigger(x, low);
+    f16x y = where_above(low, x, low, x);
     f16x n = y * 1.44269504f + 12582912.0f;  // rounds to a whole number
     n = n - 12582912.0f;
     f16x r = y - n * 0.693359375f + n * 2.12194440e-4f;
