@@ -34,8 +34,8 @@ struct Cache {
 
 // Puts x, times `scale`, into the packed block: keys (kind 0) as a lane of the reduction over channels,
 // values (kind 1) as one step of the reduction over slots.
-template <class To, int PAIR, class Convert>
-DF_INLINE void scatter(To *block, int kind, int at, int H, int Z, const float *x, Convert convert) {
+template <class To, int PAIR, class From, class Convert>
+DF_INLINE void scatter(To *block, int kind, int at, int H, int Z, const From *x, Convert convert) {
     if (kind == 0) {
         To *to = block + (size_t)(at / 16) * H * 16 + (at % 16) * PAIR;
         for (int i = 0; i < H; i += PAIR, to += 16 * PAIR)
@@ -52,7 +52,11 @@ inline void write_cache(const Cache &c, int layer, int slot, int kind, int head,
     int page = slot / c.page_size, at = slot % c.page_size, H = c.head_dim, Z = c.page_size;
     uint8_t *block = c.block(layer, page, kind, head);
     if (c.format == DF_F32) return scatter<float, 1>((float *)block, kind, at, H, Z, x, [](float v) { return v; });
-    if (c.format == DF_BF16) return scatter<uint16_t, 2>((uint16_t *)block, kind, at, H, Z, x, [](float v) { return to_bf16(v); });
+    if (c.format == DF_BF16) {
+        uint16_t narrow[H];
+        for (int i = 0; i < H; i += 16) store_bf16(narrow + i, load<f16x>(x + i));
+        return scatter<uint16_t, 2>((uint16_t *)block, kind, at, H, Z, narrow, [](uint16_t v) { return v; });
+    }
     float top = 0, total = 0;
     for (int i = 0; i < H; i++) top = fmaxf(top, fabsf(x[i])), total += x[i];
     bool finite = total - total == 0;  // what is not stays visible, through its scale

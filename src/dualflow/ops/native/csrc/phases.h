@@ -103,7 +103,10 @@ DF_INLINE void rotate_head(float *x, int dim, const float *cosines, const float 
 inline void NativeModel::rotate_and_write(Frame &f, int l, int t) {
     int H = spec.head_dim;
     bool bf16 = DF_DOT_BF16 && spec.kv_format != DF_F32;
-    for (int row = t; row < f.R; row += pool->size()) {
+    // Neighbours in a text share lines of the cache, so each thread takes rows that follow each other.
+    int begin, end;
+    share_of(f.R, 1, t, pool->size(), begin, end);
+    for (int row = begin; row < end; row++) {
         float *q = rooms.qkv.data() + (size_t)row * QKV, *k = q + NH, *v = k + KH;
         int flow = f.flow(row);
         const DfGain *gain = &layer_spec[l].q_norm;
