@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualflow.cli.device import add_device_option, pick_device
+from dualflow.cli.device import add_device_option
 
 if TYPE_CHECKING:
     from dualflow.data import DataConfig
@@ -126,6 +126,7 @@ def _evaluate(
     from dualflow.checkpoint import load_model
     from dualflow.data import BatchLoader, ShardSet
     from dualflow.evaluate.loss import evaluate_loss
+    from dualflow.model.device import pick_device
 
     assert isinstance(shards, ShardSet)
     device = pick_device(args.device)

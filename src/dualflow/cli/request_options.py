@@ -177,7 +177,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
     A device is looked for now, before a model is loaded.
     """
-    from dualflow.cli.device import pick_device
+    from dualflow.model.device import pick_device
 
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads is {args.threads}; expected at least 1")

@@ -19,6 +19,7 @@ from dualflow.engine.executor import Executor
 from dualflow.engine.kv_cache import KVDtype
 from dualflow.engine.torch_executor import TorchExecutor
 from dualflow.model import CausalLM
+from dualflow.model.device import pick_device
 from dualflow.model.quantise import quantise_model
 from dualflow.plan.roofline import Machine, model_work
 from dualflow.spec import ModelConfig
@@ -79,21 +80,6 @@ def build_engine(
     return Engine(
         executor, model.config, tokenizer, config, metrics=metrics, work=work, machine=machine
     )
-
-
-def pick_device(name: str) -> str:
-    """The device to run on. Raises ``ValueError`` where it is asked for and not there."""
-    there = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if name == "auto":
-        return next(device for device, usable in there.items() if usable)
-    if not there[name]:
-        usable = ", ".join(device for device, is_there in there.items() if is_there)
-        raise ValueError(f"device is {name!r}, and there is none here; usable: {usable}")
-    return name
 
 
 def bytes_per_page(config: ModelConfig, page_size: int, kv_dtype: KVDtype) -> int:

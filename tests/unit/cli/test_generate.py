@@ -266,7 +266,7 @@ def test_a_folder_that_holds_no_model_is_told_as_such(capfd, tmp_path):
 def test_a_device_that_is_not_there_is_one_line(capfd, model, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["generate", model, "--prompt", "x", "--device", "cuda"]) == 2
-    assert "--device cuda: there is none here; usable: cpu" in capfd.readouterr().err
+    assert "device is 'cuda', and there is none here; usable: cpu" in capfd.readouterr().err
 
 
 def test_the_auxiliary_cannot_be_off_without_a_trained_p(capfd, tmp_path):
