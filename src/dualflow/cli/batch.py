@@ -69,13 +69,13 @@ def run_batch(args: argparse.Namespace, fields: Fields, settings: dict[str, Any]
             target, requests, retry_failed=args.retry_failed, overwrite=args.overwrite
         ) as results:
             held = results.held
-            todo = [request for request in requests if request.line not in held.lines]
+            missing = [request for request in requests if request.line not in held.lines]
             _tell_held(held, len(requests), target)
             failed = held.failed
-            if todo:
-                chats = any(request.kind == "messages" for request in todo)
+            if missing:
+                chats = any(request.kind == "messages" for request in missing)
                 llm = load_llm(folder, chats=chats, max_running=args.max_running, **settings)
-                failed += _Batch(llm, results, len(requests), held).run(todo)
+                failed += _Batch(llm, results, len(requests), held).run(missing)
     if failed:
         again = "" if args.retry_failed else "; --retry-failed runs them again"
         print(f"{failed:,} of {len(requests):,} requests failed{again}", file=sys.stderr)
@@ -112,13 +112,13 @@ class _Batch:
         self._live: dict[str, tuple[BatchRequest, OutputCollector]] = {}
         self._failed = 0
 
-    def run(self, todo: Sequence[BatchRequest]) -> int:
+    def run(self, missing: Sequence[BatchRequest]) -> int:
         """Run them all; returns how many failed.
 
         On Ctrl-C the step in progress ends, what is done by then is kept, and
         ``KeyboardInterrupt`` is raised.
         """
-        waiting = iter(todo)
+        waiting = iter(missing)
         with _Progress(self._done, self._total) as progress, stop_request() as stop:
             while True:
                 with warnings_as_lines():

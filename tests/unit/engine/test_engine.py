@@ -1,7 +1,6 @@
-"""Requests through the engine: ends, reports, failures, and what it refuses."""
+"""Requests through the engine: how they end and what is reported."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,37 +15,15 @@ from dualflow.engine import (
     EngineConfig,
     PromptEvent,
     RequestError,
-    RequestOutput,
     RequestParams,
     StructuredOutput,
     TokenEvent,
     build_engine,
 )
 from dualflow.model import CausalLM
-from dualflow.testing import tiny_config
-from dualflow.testing.engines import LETTERS, ends_of, run_all, tiny_engine
+from dualflow.testing.engines import ends_of, tiny_engine
 from dualflow.testing.steps import whole_sequence
-from dualflow.testing.tensors import tiny_model
-
-PROMPT = [97, 98, 99, 100, 101, 97, 98]
-GREEDY = RequestParams(temperature=0, max_tokens=6)
-WRITING = RequestParams(seed=1, max_tokens=40, allowed_ids=LETTERS)
-
-
-@pytest.fixture(scope="module")
-def model() -> CausalLM:
-    """A random dual-flow model over bytes, in float64."""
-    return tiny_model(tiny_config("dual", vocab_size=264, real_vocab_size=259))
-
-
-@pytest.fixture
-def engine(model: CausalLM) -> Engine:
-    return tiny_engine(model, bytes_tokenizer())
-
-
-def run(engine: Engine, params: RequestParams, prompt: Sequence[int] = PROMPT) -> RequestOutput:
-    name = engine.add(prompt, params)
-    return run_all(engine, [name])[name]
+from tests.unit.engine.requests_of import GREEDY, PROMPT, WRITING, run
 
 
 class TestStopStrings:

@@ -13,7 +13,6 @@ from dualflow.engine import (
     Engine,
     EngineConfig,
     RequestError,
-    RequestOutput,
     RequestParams,
     StructuredOutput,
 )
@@ -21,28 +20,9 @@ from dualflow.engine.executor import Readout, StepRows
 from dualflow.engine.torch_executor import TorchExecutor
 from dualflow.model import CausalLM
 from dualflow.testing import tiny_config
-from dualflow.testing.engines import LETTERS, ends_of, run_all, tiny_engine
+from dualflow.testing.engines import ends_of, run_all, tiny_engine
 from dualflow.testing.tensors import tiny_model
-
-PROMPT = [97, 98, 99, 100, 101, 97, 98]
-GREEDY = RequestParams(temperature=0, max_tokens=6)
-WRITING = RequestParams(seed=1, max_tokens=40, allowed_ids=LETTERS)
-
-
-@pytest.fixture(scope="module")
-def model() -> CausalLM:
-    """A random dual-flow model over bytes, in float64."""
-    return tiny_model(tiny_config("dual", vocab_size=264, real_vocab_size=259))
-
-
-@pytest.fixture
-def engine(model: CausalLM) -> Engine:
-    return tiny_engine(model, bytes_tokenizer())
-
-
-def run(engine: Engine, params: RequestParams, prompt: Sequence[int] = PROMPT) -> RequestOutput:
-    name = engine.add(prompt, params)
-    return run_all(engine, [name])[name]
+from tests.unit.engine.requests_of import GREEDY, PROMPT, WRITING, run
 
 
 class FaultyExecutor:
