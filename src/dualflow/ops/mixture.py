@@ -1,13 +1,14 @@
 """The readout r = α p + (1 − α) q and the likelihood of targets under it, in row chunks.
 
-α = clip(Σ_v p_v², ½, 1) is the primary's collision probability (paper); everything is float32
-(float64 for float64 inputs) whatever the matmuls run in.
+α = clip(Σ_v p_v², ½, 1) is the primary's collision probability (paper), or learned (ours). All is
+float32 (float64 for float64 inputs) whatever the matmuls run in.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -36,11 +37,34 @@ def mixture_alpha(log_p_TV: Tensor) -> Alpha:
     """α of every row from the primary's log-probabilities; 1 − α is Σp(1 − p), which does not
     cancel near one-hot p.
     """
-    p_TV = log_p_TV.exp()
-    collision = p_TV.square().sum(-1)
-    complement = (p_TV * (1 - p_TV)).sum(-1)
+    collision, complement = _collision(log_p_TV)
     tiny = torch.finfo(log_p_TV.dtype).tiny
     return Alpha(collision.clamp(0.5, 1.0).log(), complement.clamp(tiny, 0.5).log())
+
+
+def _collision(log_p_TV: Tensor) -> tuple[Tensor, Tensor]:
+    """Σp² and Σp(1 − p). In float32 the p of a large vocabulary add up to 1 within some 1e-5 only;
+    divided by their sum, the two parts of a mixture of p with itself give p again.
+    """
+    p_TV = log_p_TV.exp()
+    collision, complement = p_TV.square().sum(-1), (p_TV * (1 - p_TV)).sum(-1)
+    total = collision + complement
+    return collision / total, complement / total
+
+
+def learned_alpha(log_p_TV: Tensor, log_q_TV: Tensor, weight_3: Tensor) -> Alpha:
+    """α = σ(w0 + w1 logit Σp² + w2 logit Σq²) of every row: how sure the flows are decides
+    (ours).
+    """
+    w = weight_3.to(log_p_TV.dtype)
+    logit = w[0] + w[1] * _collision_logit(log_p_TV) + w[2] * _collision_logit(log_q_TV)
+    return Alpha(F.logsigmoid(logit), F.logsigmoid(-logit))
+
+
+def _collision_logit(log_p_TV: Tensor) -> Tensor:
+    collision, complement = _collision(log_p_TV)
+    tiny = torch.finfo(log_p_TV.dtype).tiny
+    return collision.clamp_min(tiny).log() - complement.clamp_min(tiny).log()
 
 
 def mix(alpha: Alpha, log_p: Tensor, log_q: Tensor) -> Tensor:
