@@ -9,6 +9,7 @@ import pytest
 
 from dualflow.config import ConfigError, from_dict, override, to_dict
 from dualflow.model import build_model
+from dualflow.model.flows import is_aux
 from dualflow.spec import (
     PRESETS,
     AuxConfig,
@@ -44,7 +45,7 @@ EVERY_CONFIG = {
 def test_counted_parameters_are_those_of_the_built_model(name: str) -> None:
     config = EVERY_CONFIG[name]
     model = build_model(config, device="meta")
-    aux = sum(p.numel() for key, p in model.named_parameters() if ".aux." in key)
+    aux = sum(p.numel() for key, p in model.named_parameters() if is_aux(key))
     total = sum(p.numel() for p in model.parameters())
     counts = parameter_counts(config)
     assert (counts.primary, counts.aux, counts.total) == (total - aux, aux, total)

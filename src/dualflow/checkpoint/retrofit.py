@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from dualflow.model import CausalLM, build_model
+from dualflow.model.init import drawn
 from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig
 
 
@@ -50,11 +51,12 @@ def _at_birth(
 ) -> torch.Tensor:
     if name in primary:
         return primary[name].clone()
-    if name.endswith(("_coupling", "lora_B.weight")):
+    if name.endswith(("_coupling", "lora_B.weight", "aux_readout.weight")):
         return torch.zeros_like(parameter)
     if name.endswith("lora_A.weight"):
         # Any values will do, as what they make is multiplied by zero; these let it learn at once.
-        return torch.randn_like(parameter) * config.init_std
+        values = drawn(name, parameter.shape, config.init_std, seed=0)
+        return values.to(parameter.device, parameter.dtype)
     return primary[_shared_name(name)].clone()
 
 

@@ -4,9 +4,11 @@ A model folder::
 
     config.json        {"model_type": "dualflow", "format_version": 1, "config": {...}}, the last
                        with the fields of spec.ModelConfig; where matrices are quantised also
-                       "weights": {"format": "int8" or "int4", "group": 32}
+                       "weights": {"format": "int8" or "int4", "group": 32}; of an imported model
+                       also "primary_config": its family's own config.json
     model.safetensors  the primary: a whole causal language model under Hugging Face's Llama names
-    aux.safetensors    what the auxiliary flow adds (names that contain ".aux."), where it does
+    aux.safetensors    what the auxiliary flow adds (model.flows.is_aux), where it does; in folders
+                       that transformers wrote it is in model.safetensors too
     tokenizer.json     of the `tokenizers` library; optional
     metrics.json       val_loss (of r), val_loss_p, val_loss_q in nats per token; optional
 """
@@ -36,12 +38,12 @@ from dualflow.checkpoint.strict import (
     PRIMARY_FILE,
     check_strict,
     expected_tensors,
-    is_aux,
     stored_tensors,
 )
 from dualflow.checkpoint.tensors import FLOATS, TensorEntry, load_tensors, read_header, save_tensors
 from dualflow.data.tokenizers import Tokenizer, load_tokenizer
 from dualflow.model import CausalLM, build_model
+from dualflow.model.flows import is_aux
 from dualflow.model.quantise import (
     QUANTISED_TENSORS,
     QuantisedMatrix,
@@ -57,19 +59,24 @@ def save_model(
     *,
     tokenizer_json: str | Path | None = None,
     metrics: Mapping[str, Any] | None = None,
+    primary_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write ``model`` to ``folder`` atomically, replacing an earlier model there.
 
     tokenizer_json: the text of a tokenizer.json, or the ``Path`` of one.
     metrics:        flat numbers, by convention ``val_loss``, ``val_loss_p``, ``val_loss_q``;
                     not-a-number becomes null.
+    primary_config: the config.json of the family that the primary was imported from.
 
     A model wrapped by torch.compile or DistributedDataParallel is saved under the same names as a
     bare one. Raises ``ValueError`` where ``folder`` is a file or holds something that is not a
     model.
     """
     with atomic_folder(folder, replaceable=is_model_folder) as temporary:
-        write_model(model, temporary, tokenizer_json=tokenizer_json, metrics=metrics)
+        write_model(
+            model, temporary, tokenizer_json=tokenizer_json, metrics=metrics,
+            primary_config=primary_config,
+        )  # fmt: skip
 
 
 def write_model(
@@ -78,6 +85,7 @@ def write_model(
     *,
     tokenizer_json: str | Path | None = None,
     metrics: Mapping[str, Any] | None = None,
+    primary_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model's files into an existing ``folder``, such as one of ``atomic_folder``'s."""
     bare = _unwrap(model)
@@ -91,13 +99,13 @@ def write_model(
         _write_text(folder / "tokenizer.json", _tokenizer_text(tokenizer_json))
     if metrics is not None:
         _write_json(folder / "metrics.json", _finite(metrics))
-    fields, weights = configuration.to_dict(bare.config), {}
+    table: dict[str, Any] = {"model_type": MODEL_TYPE, "format_version": FORMAT_VERSION}
     if bare.quantised is not None:
-        weights["weights"] = configuration.to_dict(QuantisedWeights(format=bare.quantised))
-    _write_json(
-        folder / "config.json",
-        {"model_type": MODEL_TYPE, "format_version": FORMAT_VERSION, **weights, "config": fields},
-    )
+        table["weights"] = configuration.to_dict(QuantisedWeights(format=bare.quantised))
+    table["config"] = configuration.to_dict(bare.config)
+    if primary_config is not None:
+        table["primary_config"] = dict(primary_config)
+    _write_json(folder / "config.json", table)
 
 
 def load_model(
@@ -174,6 +182,19 @@ def read_config(folder: str | Path) -> ModelConfig:
         return configuration.from_dict(ModelConfig, table.get("config", {}))
     except ValueError as error:
         raise ValueError(f"{place / 'config.json'}: config.{error}") from error
+
+
+def read_primary_config(folder: str | Path) -> dict[str, Any] | None:
+    """The config.json of the family that a model folder's primary was imported from; None: it was
+    not imported. Raises ``ValueError`` as ``load_model`` does.
+    """
+    place = find_model_folder(folder)
+    table = read_model_config(place).get("primary_config")
+    if table is not None and not isinstance(table, dict):
+        raise ValueError(
+            f"{place / 'config.json'}: primary_config is {table!r}; expected an object"
+        )
+    return table
 
 
 def read_metrics(folder: str | Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dualflow.checkpoint.tensors import FLOATS, TensorEntry
 from dualflow.model import build_model
+from dualflow.model.flows import is_aux
 from dualflow.model.quantise import quantised_matrices, with_quantised_modules
 from dualflow.spec import ModelConfig, QuantisedFormat
 
@@ -42,11 +43,6 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def is_aux(name: str) -> bool:
-    """Whether a tensor belongs to the auxiliary flow, and so to its file."""
-    return ".aux." in name
-
-
 def expected_tensors(
     place: Path, config: ModelConfig, quantised: QuantisedFormat | None
 ) -> dict[str, Expected]:
@@ -76,8 +72,11 @@ def check_strict(
     otherwise than ``expected``.
     """
     problems: list[str] = []
+    together = AUX_FILE not in headers and any(map(is_aux, headers.get(PRIMARY_FILE, ())))
     for file, belongs in ((PRIMARY_FILE, False), (AUX_FILE, True)):
-        wanted = {name: tensor for name, tensor in expected.items() if is_aux(name) == belongs}
+        wanted = {name: t for name, t in expected.items() if is_aux(name) == belongs}
+        if together:  # as transformers writes it
+            wanted = {} if belongs else dict(expected)
         found = headers.get(file)
         if found is None:
             problems += [f"{file} is missing (with {_few(wanted)})"] if wanted else []

@@ -13,7 +13,7 @@ from torch import Tensor
 from dualflow.engine.paged_layout import Group, Layout
 from dualflow.model.kv import KVReader, KVWriter, OwnKeyValue
 from dualflow.model.rows import Rows
-from dualflow.ops.attention import batch_attention, group_attention
+from dualflow.ops.attention import EVERYTHING, Scope, batch_attention, group_attention
 from dualflow.spec import ModelConfig
 
 KVDtype = Literal["float64", "float32", "bfloat16", "int8"]
@@ -159,28 +159,33 @@ class _Reader:
     def __init__(self, k: _Pages, v: _Pages, layout: Layout) -> None:
         self._k, self._v, self._layout = k, v, layout
 
-    def attend(self, q_RNH: Tensor, rows: Rows, own: OwnKeyValue | None = None) -> Tensor:
-        blocks = [self._attend(q_RNH, group, own) for group in self._layout.groups]
+    def attend(
+        self, q_RNH: Tensor, rows: Rows, own: OwnKeyValue | None = None, scope: Scope = EVERYTHING
+    ) -> Tensor:
+        blocks = [self._attend(q_RNH, group, own, scope) for group in self._layout.groups]
         out_RNH = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         order_R = self._layout.order_R
         return out_RNH if order_R is None else out_RNH[order_R]
 
-    def _attend(self, q_RNH: Tensor, group: Group, own: OwnKeyValue | None) -> Tensor:
+    def _attend(self, q_RNH: Tensor, group: Group, own: OwnKeyValue | None, scope: Scope) -> Tensor:
         """The group's rows, sequence after sequence: [B x rows, N, H]."""
         q_BRNH = q_RNH[group.rows_BR]
         k_BKSH, v_BKSH = (
             pages.read(group.pages_BP, q_RNH.dtype)[:, :, : group.num_keys]
             for pages in (self._k, self._v)
         )
-        if group.causal:
+        if group.causal and not scope.hides(group.num_keys):
             k_BSKH, v_BSKH = k_BKSH.transpose(1, 2), v_BKSH.transpose(1, 2)
-            return batch_attention(q_BRNH, k_BSKH, v_BSKH, None).flatten(0, 1)
+            return batch_attention(q_BRNH, k_BSKH, v_BSKH, None, scope.softcap).flatten(0, 1)
         mask_BRS = group.mask_BRS
+        if scope.hides(group.num_keys):
+            keys = torch.arange(group.num_keys, device=q_RNH.device)
+            mask_BRS = scope.within(group.positions_BR[..., None], keys)
         if own is not None and group.own_BC is not None:
             own_BKCH = (x_AKH[group.own_BC].transpose(1, 2) for x_AKH in own)
             k_BKSH, v_BKSH = (
                 torch.cat([cached, x], dim=2)
                 for cached, x in zip((k_BKSH, v_BKSH), own_BKCH, strict=True)
             )
-            mask_BRS = group.mask_with_own_BRS
-        return group_attention(q_BRNH, k_BKSH, v_BKSH, mask_BRS).flatten(0, 1)
+            mask_BRS = group.mask_with_own(mask_BRS)
+        return group_attention(q_BRNH, k_BKSH, v_BKSH, mask_BRS, scope.softcap).flatten(0, 1)

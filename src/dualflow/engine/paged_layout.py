@@ -7,10 +7,12 @@ its size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from dualflow.ops.attention import EVERYTHING
 
 MANY_ROWS = 16
 """Primary rows from which on a sequence attends on its own (a chunk of a prompt)."""
@@ -35,22 +37,28 @@ class Lanes:
 class Group:
     """B sequences that attend in one call.
 
-    rows_BR:   their rows of the step.
-    pages_BP:  their pages, padded with the first of them.
-    num_keys:  keys from the first on that any row may see.
-    mask_BRS:  True where a row may look; None: every row sees every key.
-    causal:    row i sees keys 0..i: there is no mask to read.
-    own_BC:    auxiliary rows (counted from the first one) whose private keys stand behind the
-               cached ones; ``mask_with_own_BRS`` covers those too. None: the group has none.
+    rows_BR:       their rows of the step, at ``positions_BR``.
+    pages_BP:      their pages, padded with the first of them.
+    num_keys:      keys from the first on that any row may see.
+    mask_BRS:      True where a row may look; None: every row sees every key.
+    causal:        row i sees keys 0..i: there is no mask to read.
+    own_BC:        auxiliary rows (counted from the first one) whose private keys stand behind the
+                   cached ones, and ``sees_own_BRC`` which row sees which. None: the group has none.
     """
 
     rows_BR: Tensor
+    positions_BR: Tensor
     pages_BP: Tensor
     num_keys: int
     mask_BRS: Tensor | None
     causal: bool = False
     own_BC: Tensor | None = None
-    mask_with_own_BRS: Tensor | None = None
+    sees_own_BRC: Tensor | None = None
+
+    def mask_with_own(self, mask_BRS: Tensor | None) -> Tensor:
+        """``mask_BRS`` over the cached keys and the private ones behind them."""
+        assert mask_BRS is not None and self.sees_own_BRC is not None
+        return torch.cat([mask_BRS, self.sees_own_BRC], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,30 +155,28 @@ def _group(
         steps = range(lane.start, lane.start + len(lane.primary))
         positions.append([*steps, *(position for _, position in lane.aux)])
     flat = [row for lane_rows in rows for row in lane_rows]
-    rows_BR = torch.tensor(rows, device=device)
-    pages_BP = torch.tensor(table, dtype=torch.long, device=device)
+    group = Group(
+        torch.tensor(rows, device=device),
+        torch.tensor(positions, device=device),
+        torch.tensor(table, dtype=torch.long, device=device),
+        num_keys,
+        None,
+    )
     alone = len(members) == 1
     has_own = own_keys and any(lane.aux for lane in members)
     if alone and not members[0].aux and members[0].start == 0:
-        return Group(rows_BR, pages_BP, num_keys, None, causal=True), flat
+        return replace(group, causal=True), flat
     if alone and not has_own and min(positions[0]) == num_keys - 1:
-        return Group(rows_BR, pages_BP, num_keys, None), flat
-    positions_BR = torch.tensor(positions, device=device)
-    mask_BRS = torch.arange(num_keys, device=device) <= positions_BR[..., None]
-    if not has_own:
-        return Group(rows_BR, pages_BP, num_keys, mask_BRS), flat
-    return _with_own(Group(rows_BR, pages_BP, num_keys, mask_BRS), num_primary), flat
+        return group, flat
+    keys = torch.arange(num_keys, device=device)
+    group = replace(group, mask_BRS=EVERYTHING.within(group.positions_BR[..., None], keys))
+    return (_with_own(group, num_primary) if has_own else group), flat
 
 
 def _with_own(group: Group, num_primary: int) -> Group:
     """``group`` with a private key behind the cached ones for each of its auxiliary rows."""
-    assert group.mask_BRS is not None
     # Rows of a group are alike in number, not in kind: a primary row's column is nobody's.
     is_aux_BR = group.rows_BR >= num_primary
     own_BC = (group.rows_BR - num_primary).clamp_min(0)
     eye_RC = torch.eye(own_BC.shape[1], dtype=torch.bool, device=own_BC.device)
-    mask = torch.cat([group.mask_BRS, eye_RC & is_aux_BR[:, None, :]], dim=-1)
-    return Group(
-        group.rows_BR, group.pages_BP, group.num_keys, group.mask_BRS,
-        own_BC=own_BC, mask_with_own_BRS=mask,
-    )  # fmt: skip
+    return replace(group, own_BC=own_BC, sees_own_BRC=eye_RC & is_aux_BR[:, None, :])

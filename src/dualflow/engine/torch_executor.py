@@ -170,7 +170,7 @@ class TorchExecutor:
         """Distributions of rows without auxiliary rows; r is NaN where only those say what r is."""
         if self._model.has_primary_readout:
             return self._model.log_probs(primary_TD, None)
-        log_p = log_softmax(self._model.lm_head(primary_TD))
+        log_p = log_softmax(self._model.logits(primary_TD))
         p = log_p if self._model.config.variant == "dual" else None
         return ReadoutLogProbs(torch.full_like(log_p, torch.nan), p, None)
 

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dualflow.model.couplings import per_flow, project
-from dualflow.model.flows import new_embedding, owned
-from dualflow.model.kv import BatchKV, ContiguousCache, KVWriter
-from dualflow.model.layer import Layer
+from dualflow.model.flows import is_aux, new_embedding, norm_of, owned
+from dualflow.model.kv import BatchKV, ContiguousCache, KVWriter, Remembered
+from dualflow.model.layer import Layer, RotaryTable
 from dualflow.model.quantise import QUANTISED_TENSORS, QuantisedEmbedding
 from dualflow.model.readout import ReadoutLogProbs
 from dualflow.model.rows import Kept, Rows
 from dualflow.ops.mixture import TargetLogProbs, log_softmax, sum_over_chunks
-from dualflow.ops.norm import make_norm
 from dualflow.ops.rope import rotary_table
 from dualflow.spec import ModelConfig, QuantisedFormat
 
@@ -72,9 +71,10 @@ class Backbone(nn.Module):
         self.embed_positions = (
             new_embedding(config.max_position, config.hidden_size) if learned else None
         )
-        layers = (Layer(config, own_key_value=own_key_value) for _ in range(config.num_layers))
-        self.layers = nn.ModuleList(layers)
-        self.norm = make_norm(config.norm, config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(
+            Layer(config, index, own_key_value=own_key_value) for index in range(config.num_layers)
+        )
+        self.norm = norm_of(config, config.hidden_size)
         self.aux = nn.ModuleList()
 
 
@@ -159,11 +159,12 @@ class CausalLM(nn.Module):
         """
         if aux is None and aux_pins_A is not None:
             aux = AuxRows(tokens_T[aux_pins_A], positions_T[aux_pins_A], aux_pins_A)
-        h_RD, positions_R = self.model.embed_tokens(tokens_T), positions_T
+        h_RD, positions_R = self._scaled(self.model.embed_tokens(tokens_T)), positions_T
         num_flows = 0
         if aux is not None and self.config.num_flows:
             num_flows = self.config.num_flows
-            h_RD = torch.cat([h_RD, self.embed_aux(aux.tokens_A).flatten(0, 1)])
+            aux_FAD = self._scaled(self.embed_aux(aux.tokens_A))
+            h_RD = torch.cat([h_RD, aux_FAD.flatten(0, 1)])
             positions_R = torch.cat([positions_T, aux.positions_A.repeat(num_flows)])
         if self.model.embed_positions is not None:
             h_RD = h_RD + self.model.embed_positions(positions_R)
@@ -181,21 +182,37 @@ class CausalLM(nn.Module):
     def _layers(
         self, h_RD: Tensor, rows: Rows, kv: Sequence[KVWriter]
     ) -> tuple[Tensor, list[Kept]]:
-        rotary = None
-        if self.config.position == "rotary":
-            dtype = torch.float64 if h_RD.dtype == torch.float64 else torch.float32
-            rotary = rotary_table(
-                rows.positions_R.to(dtype), self.config.head_size, self.config.rope_theta
-            )
+        rotary, local_rotary = self._rotary(rows.positions_R, h_RD.dtype)
         made: list[Kept] = []
         for index, layer in enumerate(self.model.layers):
-            inputs = (h_RD, rows, kv[index], rotary, rows.kept[index] if rows.kept else None)
+            turns = rotary if self.config.window_of(index) is None else local_rotary
+            inputs = (h_RD, rows, kv[index], turns, rows.kept[index] if rows.kept else None)
             if self._checkpointing and self.training and torch.is_grad_enabled():
                 h_RD, kept = checkpoint(layer, *inputs, use_reentrant=False)
             else:
                 h_RD, kept = layer(*inputs)
             made.append(kept)
         return h_RD, made
+
+    def _rotary(
+        self, positions_R: Tensor, activations: torch.dtype
+    ) -> tuple[RotaryTable | None, RotaryTable | None]:
+        """The rows' turns in a layer that sees everything, and in one that slides."""
+        c = self.config
+        if c.position != "rotary":
+            return None, None
+        wide_R = positions_R.to(torch.float64 if activations == torch.float64 else torch.float32)
+        table = rotary_table(wide_R, c.head_size, c.rope_theta, c.rope_scaling)
+        if c.local_rope_theta is None:
+            return table, table
+        return table, rotary_table(wide_R, c.head_size, c.local_rope_theta)
+
+    def _scaled(self, embedded: Tensor) -> Tensor:
+        """Token embeddings as the first layer takes them."""
+        if not self.config.scale_embeddings:
+            return embedded
+        # Rounded to the activations' format, as the models were trained.
+        return embedded * embedded.new_tensor(self.config.hidden_size**0.5)
 
     def loss(
         self, tokens_BS: Tensor, targets_BS: Tensor, document_ids_BS: Tensor | None = None
@@ -207,9 +224,9 @@ class CausalLM(nn.Module):
         """
         batch, length = tokens_BS.shape
         positions_T = torch.arange(length, device=tokens_BS.device).repeat(batch)
-        kv = [BatchKV(batch, length, document_ids_BS)] * self.config.num_layers
+        kv = BatchKV(batch, length, document_ids_BS)
         tokens_T, targets_T = tokens_BS.flatten(), targets_BS.flatten()
-        out = self.step(tokens_T, positions_T, kv, aux=AuxRows(tokens_T, positions_T))
+        out = self._whole_step(tokens_T, positions_T, kv)
         assert out.aux_FAD is not None
         sums = sum_over_chunks(
             self.target_log_probs, out.primary_TD, out.aux_FAD, targets_T, self.config.vocab_size
@@ -217,6 +234,47 @@ class CausalLM(nn.Module):
         weight = self.config.readout.primary_loss_weight
         total = sums.r if sums.p is None or not weight else sums.r + weight * sums.p
         return LossSums(total, sums.r, sums.p, sums.q, (targets_T >= 0).sum())
+
+    def _whole_step(self, tokens_T: Tensor, positions_T: Tensor, kv: BatchKV) -> StepOutput:
+        """Auxiliary rows at every token. A frozen primary runs before them, in a step of its own
+        that keeps nothing for a backward pass but what the auxiliary reads.
+        """
+        aux = AuxRows(tokens_T, positions_T)
+        if not (self.primary_frozen and self.config.num_flows):
+            return self.step(tokens_T, positions_T, [kv] * self.config.num_layers, aux=aux)
+        writers = [Remembered(kv) for _ in range(self.config.num_layers)]
+        with torch.no_grad():
+            primary = self.step(tokens_T, positions_T, writers, keep=True)
+        out = self.step(tokens_T[:0], positions_T[:0], writers, aux=aux._replace(kept=primary.kept))
+        return StepOutput(primary.primary_TD, out.aux_FAD)
+
+    @property
+    def primary_frozen(self) -> bool:
+        """Whether nothing of the primary is trained."""
+        named = self.named_parameters()
+        return not any(p.requires_grad for name, p in named if not is_aux(name))
+
+    def freeze_primary(self) -> None:
+        """Train the auxiliary flows alone: no gradient is computed or kept for anything else.
+
+        Raises ``ValueError`` where the model has none.
+        """
+        if not any(is_aux(name) for name, _ in self.named_parameters()):
+            raise ValueError(
+                f"this {self.config.variant} model has no auxiliary flow to train beside a frozen "
+                "primary; give it one with `dualflow retrofit`"
+            )
+        for name, parameter in self.named_parameters():
+            if not is_aux(name):
+                parameter.requires_grad_(False)
+
+    def logits(self, state_TD: Tensor) -> Tensor:
+        """[T, V]: the primary's head over final states."""
+        return self._capped(self.lm_head(state_TD))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.config.final_softcap
+        return logits if cap is None else cap * (logits / cap).tanh()
 
     def log_probs(self, primary_AD: Tensor, aux_FAD: Tensor | None) -> ReadoutLogProbs:
         """r, p and q over the vocabulary for A rows, in float32 (float64 for float64 models).
@@ -226,7 +284,7 @@ class CausalLM(nn.Module):
         """
         if aux_FAD is None:
             self.require_primary_readout()
-            log_p = log_softmax(self.lm_head(primary_AD))
+            log_p = log_softmax(self.logits(primary_AD))
             out = ReadoutLogProbs(log_p, log_p, None)
         else:
             out = self.read(primary_AD, aux_FAD)
@@ -265,6 +323,5 @@ class CausalLM(nn.Module):
         owns one.
         """
         rows = Rows(0, len(aux_FTD), aux_FTD.new_empty(0))
-        return rows.aux(
-            project(aux_FTD.flatten(0, 1), rows, self.lm_head, owned(self.model.aux, "lm_head"))
-        )
+        heads = owned(self.model.aux, "lm_head")
+        return self._capped(rows.aux(project(aux_FTD.flatten(0, 1), rows, self.lm_head, heads)))

@@ -8,10 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualflow.ops.norm import make_norm
+from dualflow.ops.norm import RMSNorm, make_norm
 from dualflow.spec import AuxConfig, ModelConfig
+from dualflow.spec.parameters import query_norm_size
 
 MLP_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+LAYER_NORMS = {
+    "input_layernorm": "pre",
+    "attention_output_layernorm": "post",
+    "post_attention_layernorm": "pre",
+    "mlp_output_layernorm": "post",
+}
+"""A layer's norms, and the ``norm_placement`` that has them beside ``both``. The names of the first
+kind are Llama's: the second of them comes after the attention and before the MLP.
+"""
 
 
 class LoRA(nn.Module):
@@ -45,11 +56,10 @@ class AuxLayer(nn.Module):
             owned = name in aux.owns or (name in MLP_MATRICES and "mlp" in aux.owns)
             self.add_module(name, _own_matrix(shared, aux.lora_rank) if owned else None)
         separate = aux.flow_norms == "separate"
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            self.add_module(name, _own_norm(config, config.hidden_size) if separate else None)
-        self.add_module(
-            "q_norm", _own_norm(config, config.head_size) if separate and config.qk_norm else None
-        )
+        for name, place in LAYER_NORMS.items():
+            there = separate and config.norm_placement in (place, "both")
+            self.add_module(name, norm_of(config, config.hidden_size) if there else None)
+        self.add_module("q_norm", query_norm(config) if separate and config.qk_norm else None)
 
 
 class AuxModel(nn.Module):
@@ -64,11 +74,24 @@ class AuxModel(nn.Module):
         )
         self.add_module("embed_tokens", own)
         self.add_module(
-            "norm", _own_norm(config, config.hidden_size) if aux.flow_norms == "separate" else None
+            "norm", norm_of(config, config.hidden_size) if aux.flow_norms == "separate" else None
         )
         self.add_module(
             "lm_head", _own_matrix(head, aux.lora_rank) if "lm_head" in aux.owns else None
         )
+
+
+def is_aux(name: str) -> bool:
+    """Whether a tensor of a model belongs to the auxiliary flows, by its name."""
+    return ".aux." in name or name.startswith("aux_readout.")
+
+
+class LearnedAlpha(nn.Module):
+    """The three numbers that a learned mixture reads α from (``ops.mixture.learned_alpha``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
 
 
 def new_embedding(rows: int, width: int) -> nn.Embedding:
@@ -89,5 +112,11 @@ def _own_matrix(shared: nn.Linear, rank: int) -> nn.Module:
     return nn.Linear(shared.in_features, shared.out_features, bias=shared.bias is not None)
 
 
-def _own_norm(config: ModelConfig, size: int) -> nn.Module:
-    return make_norm(config.norm, size, config.norm_eps)
+def norm_of(config: ModelConfig, size: int) -> nn.Module:
+    """A norm of the model's kind over ``size`` features."""
+    return make_norm(config.norm, size, config.norm_eps, config.norm_offset)
+
+
+def query_norm(config: ModelConfig) -> RMSNorm:
+    """The norm of queries: over each head, or over the row of all heads."""
+    return RMSNorm(query_norm_size(config), config.norm_eps, config.norm_offset)

@@ -3,21 +3,26 @@
 primary                                    auxiliary, same matrices
 q1 = Wq n1, k1 = Wk n1, v1 = Wv n1         q2 = Wq n2 + a * q1
 write k1, v1                               (writes nothing)
-h1 += Wo attend(q1)                        h2 += Wo attend(q2)         both over the primary's keys,
-own position included u1 = act(Wg m1) * (Wu m1)                  u2 = act(Wg m2) * (Wu m2) + b * u1
+h1 += Wo attend(q1)                        h2 += Wo attend(q2)         both over the primary's keys
+u1 = act(Wg m1) * (Wu m1)                  u2 = act(Wg m2) * (Wu m2) + b * u1
 y1 = Wd u1;  h1 += y1                      y2 = Wd u2 + c * y1;  h2 += y2
+
+n and m are the normed states. Where a family norms what attention and MLP give, Wo and Wd above
+include that norm. The keys of a position's own token are there before either flow attends.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
 
 from dualflow.model.couplings import couple, per_flow, project
-from dualflow.model.flows import AuxLayer, owned
+from dualflow.model.flows import LAYER_NORMS, AuxLayer, norm_of, owned, query_norm
 from dualflow.model.kv import KVWriter
 from dualflow.model.rows import Kept, Rows
 from dualflow.ops.activation import mlp_intermediate
-from dualflow.ops.norm import RMSNorm, make_norm
+from dualflow.ops.attention import Scope
+from dualflow.ops.norm import RMSNorm
 from dualflow.ops.rope import rotate
 from dualflow.spec import ModelConfig
 
@@ -36,8 +41,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, key, bias=config.attention_bias)
         self.o_proj = nn.Linear(query, config.hidden_size, bias=config.attention_output_bias)
-        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else None
+        span = key if config.qk_norm_span == "row" else config.head_size
+        self.q_norm = query_norm(config) if config.qk_norm else None
+        self.k_norm = RMSNorm(span, config.norm_eps, config.norm_offset) if config.qk_norm else None
 
 
 class MLP(nn.Module):
@@ -52,18 +58,24 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A pre-norm layer. ``forward`` takes and returns [R, D]; R counts the rows of both flows
-    (``model.rows``).
+    """Layer ``index`` of the model. ``forward`` takes and returns [R, D]; R counts the rows of both
+    flows (``model.rows``).
     """
 
-    def __init__(self, config: ModelConfig, *, own_key_value: bool = False) -> None:
+    def __init__(self, config: ModelConfig, index: int, *, own_key_value: bool = False) -> None:
         super().__init__()
         self.head_dim, self.mlp_kind = config.head_size, config.mlp
+        self.norms_rows = config.qk_norm_span == "row"
+        self.scope = Scope(config.window_of(index), config.attention_softcap)
+        # Attention itself multiplies scores by 1/√H.
+        scale = config.attention_scale
+        self.query_scale = None if scale is None else scale * config.head_size**0.5
         self.own_key_value = own_key_value
-        self.input_layernorm = make_norm(config.norm, config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = make_norm(config.norm, config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
+        for name, place in LAYER_NORMS.items():
+            there = config.norm_placement in (place, "both")
+            self.add_module(name, norm_of(config, config.hidden_size) if there else None)
         self.aux = nn.ModuleList()
         if config.flows:
             names = {"q_proj": self.self_attn.q_proj, "o_proj": self.self_attn.o_proj}
@@ -84,43 +96,57 @@ class Layer(nn.Module):
         own = partial(owned, self.aux)
         attention, mlp = self.self_attn, self.mlp
 
-        n_RD = per_flow(h_RD, rows, self.input_layernorm, own("input_layernorm"))
+        n_RD = self._norm("input_layernorm", h_RD, rows)
         q_RX = project(n_RD, rows, attention.q_proj, own("q_proj"))
         q1_TX = rows.primary(q_RX)
         q_RX = couple(q_RX, rows, own("query_coupling"), kept and kept.query)
         o_RX = self._attend(q_RX, n_RD, rows, kv, rotary)
-        h_RD = h_RD + project(o_RX, rows, attention.o_proj, own("o_proj"))
+        o_RD = project(o_RX, rows, attention.o_proj, own("o_proj"))
+        h_RD = h_RD + self._norm("attention_output_layernorm", o_RD, rows)
 
-        norm = self.post_attention_layernorm
-        m_RD = per_flow(h_RD, rows, norm, own("post_attention_layernorm"))
+        m_RD = self._norm("post_attention_layernorm", h_RD, rows)
         g_RF = mlp.gate_proj and project(m_RD, rows, mlp.gate_proj, own("gate_proj"))
         u_RF = project(m_RD, rows, mlp.up_proj, own("up_proj"))
         u_RF = mlp_intermediate(self.mlp_kind, g_RF, u_RF)
         u1_TF = rows.primary(u_RF)
         u_RF = couple(u_RF, rows, own("intermediate_coupling"), kept and kept.intermediate)
         y_RD = project(u_RF, rows, mlp.down_proj, own("down_proj"))
+        y_RD = self._norm("mlp_output_layernorm", y_RD, rows)
         y1_TD = rows.primary(y_RD)
         y_RD = couple(y_RD, rows, own("output_coupling"), kept and kept.output)
         return h_RD + y_RD, Kept(q1_TX, u1_TF, y1_TD)
 
+    def _norm(self, name: str, x_RC: Tensor, rows: Rows) -> Tensor:
+        """The norm ``name``, or each flow's own; nothing where the family has none there."""
+        norm = getattr(self, name)
+        return x_RC if norm is None else per_flow(x_RC, rows, norm, owned(self.aux, name))
+
     def _attend(
         self, q_RX: Tensor, n_RD: Tensor, rows: Rows, kv: KVWriter, rotary: RotaryTable | None
     ) -> Tensor:
-        attention, heads = self.self_attn, (-1, self.head_dim)
-        q_RNH = q_RX.unflatten(-1, heads)
-        if attention.q_norm is not None:
-            q_RNH = per_flow(q_RNH, rows, attention.q_norm, owned(self.aux, "q_norm"))
+        attention = self.self_attn
+        q_norm = attention.q_norm and partial(
+            per_flow, rows=rows, shared=attention.q_norm, owned=owned(self.aux, "q_norm")
+        )
+        q_RNH = self._heads(q_RX, q_norm)
         writing_RD = n_RD if self.own_key_value else rows.primary(n_RD)
-        k_WKH = attention.k_proj(writing_RD).unflatten(-1, heads)
-        v_WKH = attention.v_proj(writing_RD).unflatten(-1, heads)
-        if attention.k_norm is not None:
-            k_WKH = attention.k_norm(k_WKH)
+        k_WKH = self._heads(attention.k_proj(writing_RD), attention.k_norm)
+        v_WKH = self._heads(attention.v_proj(writing_RD), None)
         if rotary is not None:
             cos, sin = rotary
             q_RNH = rotate(q_RNH, rotary)
             k_WKH = rotate(k_WKH, (cos[: len(k_WKH)], sin[: len(k_WKH)]))
+        if self.query_scale is not None:
+            q_RNH = q_RNH * self.query_scale
         own = None
         if self.own_key_value and rows.num_flows:
             own = k_WKH[rows.num_primary :], v_WKH[rows.num_primary :]
         reader = kv.append(rows.primary(k_WKH), rows.primary(v_WKH))
-        return reader.attend(q_RNH, rows, own).flatten(-2)
+        return reader.attend(q_RNH, rows, own, self.scope).flatten(-2)
+
+    def _heads(self, x_RX: Tensor, norm: Callable[[Tensor], Tensor] | None) -> Tensor:
+        """[R, heads, H], normed before or after the heads are split."""
+        if norm is not None and self.norms_rows:
+            x_RX = norm(x_RX)
+        x_RNH = x_RX.unflatten(-1, (-1, self.head_dim))
+        return x_RNH if norm is None or self.norms_rows else norm(x_RNH)

@@ -30,8 +30,8 @@ class PHD2LM(CausalLM):
         self, primary_TD: Tensor, aux_FTD: Tensor, targets_T: Tensor
     ) -> TargetLogProbs:
         return TargetLogProbs(
-            at_targets(log_softmax(self.lm_head(aux_FTD[0])), targets_T), None, None
+            at_targets(log_softmax(self.logits(aux_FTD[0])), targets_T), None, None
         )
 
     def read(self, primary_AD: Tensor, aux_FAD: Tensor) -> ReadoutLogProbs:
-        return ReadoutLogProbs(log_softmax(self.lm_head(aux_FAD[0])), None, None)
+        return ReadoutLogProbs(log_softmax(self.logits(aux_FAD[0])), None, None)

@@ -14,9 +14,9 @@ class StandardLM(CausalLM):
         self, primary_TD: Tensor, aux_FTD: Tensor, targets_T: Tensor
     ) -> TargetLogProbs:
         return TargetLogProbs(
-            at_targets(log_softmax(self.lm_head(primary_TD)), targets_T), None, None
+            at_targets(log_softmax(self.logits(primary_TD)), targets_T), None, None
         )
 
     def read(self, primary_AD: Tensor, aux_FAD: Tensor) -> ReadoutLogProbs:
-        log_p = log_softmax(self.lm_head(primary_AD))
+        log_p = log_softmax(self.logits(primary_AD))
         return ReadoutLogProbs(log_p, log_p, None)

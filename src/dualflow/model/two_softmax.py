@@ -33,11 +33,9 @@ class TwoSoftmaxLM(CausalLM):
     ) -> TargetLogProbs:
         second_TD = self.model.aux[0](primary_TD)
         return read_targets(
-            self.config.readout, self.lm_head(primary_TD), self.lm_head(second_TD)[None], targets_T
+            self.config.readout, self.logits(primary_TD), self.logits(second_TD)[None], targets_T
         )
 
     def read(self, primary_AD: Tensor, aux_FAD: Tensor) -> ReadoutLogProbs:
         second_AD = self.model.aux[0](primary_AD)
-        return read_all(
-            self.config.readout, self.lm_head(primary_AD), self.lm_head(second_AD)[None]
-        )
+        return read_all(self.config.readout, self.logits(primary_AD), self.logits(second_AD)[None])

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 
 
-def attention(q_NH: Tensor, k_SKH: Tensor, v_SKH: Tensor) -> Tensor:
-    """One query row over S keys, head by head: softmax(q·k / sqrt(H)) v, [N, H]."""
+def attention(q_NH: Tensor, k_SKH: Tensor, v_SKH: Tensor, softcap: float | None = None) -> Tensor:
+    """One query row over S keys, head by head: softmax(q·k / sqrt(H)) v, [N, H]; every score x
+    becomes softcap · tanh(x / softcap) where that is given.
+    """
     groups = len(q_NH) // k_SKH.shape[1]
     out = []
     for head, query in enumerate(q_NH):
         keys, values = k_SKH[:, head // groups], v_SKH[:, head // groups]
-        out.append((keys @ query / query.shape[-1] ** 0.5).softmax(0) @ values)
+        scores = keys @ query / query.shape[-1] ** 0.5
+        if softcap is not None:
+            scores = torch.stack([softcap * torch.tanh(score / softcap) for score in scores])
+        out.append(scores.softmax(0) @ values)
     return torch.stack(out)
 
 
@@ -31,11 +36,17 @@ def rotate(x_H: Tensor, position: int, theta: float) -> Tensor:
 def mixture_loss(
     logits1_TV: Tensor, logits2_FTV: Tensor, targets_T: Tensor, *,
     alpha_gradient: bool = True, primary_loss_weight: float = 0.0,
+    alpha_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Σ_t −log r(y_t) − λ log p(y_t), with all probabilities held at once. Use it in float64."""
+    """Σ_t −log r(y_t) − λ log p(y_t), with all probabilities held at once; α is learned where
+    ``alpha_weight`` is given. Use it in float64.
+    """
     p_TV = logits1_TV.softmax(-1)
     q_TV = logits2_FTV.softmax(-1).mean(0)
     alpha_T = p_TV.square().sum(-1).clamp(0.5, 1.0)
+    if alpha_weight is not None:
+        sure_T2 = torch.stack([p_TV.square().sum(-1), q_TV.square().sum(-1)], dim=-1)
+        alpha_T = (alpha_weight[0] + sure_T2.logit() @ alpha_weight[1:]).sigmoid()
     if not alpha_gradient:
         alpha_T = alpha_T.detach()
     r_TV = alpha_T[:, None] * p_TV + (1 - alpha_T[:, None]) * q_TV

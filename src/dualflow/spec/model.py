@@ -1,13 +1,6 @@
-"""What a model is, as plain data: family switches, the auxiliary flow, the readout, presets and
-parameter counts.
-
-No torch here. Families differ by switches alone (there is no ``model_type`` to branch on), and the
-variants that are compared (standard, dual, phd2, two_softmax) share every field but ``variant`` and
-what the auxiliary flow adds.
-"""
+"""What a model is, as plain data: family switches, the auxiliary flow, the readout."""
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +14,8 @@ WEIGHT_GROUP = 32
 """Inputs of one output that share a scale in a quantised matrix."""
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError(message)`` unless ``condition``."""
     if not condition:
         raise ValueError(message)
 
@@ -48,21 +42,27 @@ class AuxConfig:
     lora_rank: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.num_flows >= 1, f"num_flows is {self.num_flows}; expected at least 1")
-        _require(
+        require(self.num_flows >= 1, f"num_flows is {self.num_flows}; expected at least 1")
+        require(
             self.lora_rank >= 0,
             f"lora_rank is {self.lora_rank}; expected 0 (whole matrices) or more",
         )
-        _require(
+        require(
             self.lora_rank == 0 or bool(self.owns),
             "lora_rank is set but owns is empty; name the matrices it adapts",
         )
         for field in ("couplings", "owns"):
             names = getattr(self, field)
-            _require(len(set(names)) == len(names), f"{field} names something twice: {list(names)}")
+            require(len(set(names)) == len(names), f"{field} names something twice: {list(names)}")
 
 
 _DEFAULT_AUX = AuxConfig()
+
+_POSITIVE = (
+    "rope_theta", "local_rope_theta", "attention_scale", "attention_softcap", "final_softcap",
+    "sliding_window",
+)  # fmt: skip
+"""Fields of ``ModelConfig`` that are above 0 where they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +70,68 @@ class ReadoutConfig:
     """How p and q become the distribution r that is trained and sampled.
 
     kind:                 ``mixture`` r = αp + (1 − α)q with α = clip(Σp², ½, 1) (paper);
-                          ``aux_only`` r = q; ``primary_only`` r = p.
+                          ``aux_only`` r = q; ``primary_only`` r = p; ``learned`` is the mixture
+                          with α = σ(w · [1, logit Σp², logit Σq²]) and w three learned numbers of
+                          the auxiliary (ours; for retrofits, where α ≥ ½ holds q back).
     alpha_gradient:       whether the gradient flows through α (ours).
     primary_loss_weight:  λ in loss = −log r − λ log p (ours); above 0 it keeps p usable with the
                           auxiliary off.
     """
 
-    kind: Literal["mixture", "aux_only", "primary_only"] = "mixture"
+    kind: Literal["mixture", "aux_only", "primary_only", "learned"] = "mixture"
     alpha_gradient: bool = True
     primary_loss_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             self.primary_loss_weight >= 0,
             f"primary_loss_weight is {self.primary_loss_weight}; expected 0 or more",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than the model was first trained on.
+
+    kind:                   ``linear`` divides every frequency by ``factor``; ``llama3`` (Llama 3.1)
+                            and ``yarn`` (Peng et al. 2023) only the slow ones, with a ramp between.
+    original_max_position:  positions of the training before; ``llama3`` and ``yarn`` need it.
+    low_freq_factor, high_freq_factor: ends of the ramp of ``llama3``, in turns over the original
+                            positions.
+    beta_slow, beta_fast:   ends of the ramp of ``yarn``, in turns over the original positions.
+    truncate:               whether ``yarn`` rounds the ramp's ends to whole dimensions.
+    attention_factor:       what ``yarn`` multiplies cosine and sine by; None: 0.1 ln(factor) + 1.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_slow: float = 1.0
+    beta_fast: float = 32.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        require(self.factor >= 1, f"factor is {self.factor}; expected 1 or more")
+        require(
+            self.kind == "linear" or (self.original_max_position or 0) >= 1,
+            f"original_max_position is {self.original_max_position}; {self.kind} needs the number "
+            "of positions the model was first trained on",
+        )
+        require(
+            self.high_freq_factor > self.low_freq_factor > 0,
+            f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}: "
+            "expected 0 < low < high",
+        )
+        require(
+            self.beta_fast > self.beta_slow > 0,
+            f"beta_slow {self.beta_slow} and beta_fast {self.beta_fast}: expected 0 < slow < fast",
+        )
+        require(
+            self.attention_factor is None or self.attention_factor > 0,
+            f"attention_factor is {self.attention_factor}; expected more than 0",
         )
 
 
@@ -94,6 +142,18 @@ class ModelConfig:
 
     vocab_size:       rows of the embedding, padding rows included.
     real_vocab_size:  ids from here on are padding and are never sampled; None: all rows are real.
+    norm_offset:      an RMSNorm multiplies by 1 + its stored gain (Gemma).
+    norm_placement:   ``pre`` norms what attention and MLP read, ``post`` what they give (OLMo-2),
+                      ``both`` both (Gemma 2 and 3).
+    rope_scaling:     of every layer that does not use ``local_rope_theta``.
+    local_rope_theta: rotary base of the sliding layers, unscaled (Gemma 3); None: ``rope_theta``.
+    qk_norm_span:     whether QK-norm goes over each ``head`` (Qwen 3) or over the whole ``row`` of
+                      all heads (OLMo-2).
+    attention_scale:  what scores are multiplied by; None: 1/√head_dim.
+    attention_softcap, final_softcap: cap · tanh(x / cap) on scores and on logits (Gemma 2).
+    sliding_window:   keys that a sliding layer's query sees, its own included.
+    sliding_layers:   which layers slide; None: all of them, where ``sliding_window`` is set.
+    scale_embeddings: token embeddings are multiplied by √hidden_size (Gemma).
     """
 
     variant: Variant = "standard"
@@ -108,14 +168,25 @@ class ModelConfig:
     max_position: int = 1024
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
+    norm_offset: bool = False
+    norm_placement: Literal["pre", "post", "both"] = "pre"
     position: Literal["rotary", "learned"] = "rotary"
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
     qk_norm: bool = False
+    qk_norm_span: Literal["head", "row"] = "head"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] | None = None
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     mlp_bias: bool = False
     tie_embeddings: bool = False
+    scale_embeddings: bool = False
     init_std: float = 0.02
     aux: AuxConfig | None = None
     readout: ReadoutConfig = ReadoutConfig()
@@ -129,41 +200,75 @@ class ModelConfig:
             "intermediate_size",
             "max_position",
         ):
-            _require(
+            require(
                 getattr(self, field) >= 1, f"{field} is {getattr(self, field)}; expected at least 1"
             )
-        _require(
+        require(
             self.head_dim is not None or self.hidden_size % self.num_heads == 0,
             f"hidden_size {self.hidden_size} is not a multiple of num_heads {self.num_heads}; "
             "set head_dim",
         )
-        _require(self.head_size >= 1, f"head_dim is {self.head_dim}; expected at least 1")
-        _require(self.rope_theta > 0, f"rope_theta is {self.rope_theta}; expected more than 0")
+        require(self.head_size >= 1, f"head_dim is {self.head_dim}; expected at least 1")
+        for field in _POSITIVE:
+            value = getattr(self, field)
+            require(value is None or value > 0, f"{field} is {value}; expected more than 0")
         for field in ("norm_eps", "init_std"):
-            _require(
+            require(
                 getattr(self, field) >= 0, f"{field} is {getattr(self, field)}; expected 0 or more"
             )
-        _require(
+        require(
             self.kv_heads >= 1 and self.num_heads % self.kv_heads == 0,
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.kv_heads}",
         )
-        _require(
+        require(
             self.position != "rotary" or self.head_size % 2 == 0,
             f"head_dim {self.head_size} is odd; rotary positions turn pairs, so it must be even",
         )
-        _require(
+        self._check_switches()
+        require(
             self.real_vocab_size is None or 1 <= self.real_vocab_size <= self.vocab_size,
             f"real_vocab_size {self.real_vocab_size} is not in 1..{self.vocab_size} (vocab_size)",
         )
-        _require(
+        require(
             self.variant == "dual" or self.aux is None,
             f"aux is set, but variant is {self.variant!r}; "
             "auxiliary flows belong to variant = 'dual'",
         )
-        _require(
+        require(
             self.variant in ("dual", "two_softmax") or self.readout == ReadoutConfig(),
             f"readout is set, but variant {self.variant!r} has one distribution; leave readout out",
         )
+        require(
+            self.variant == "dual" or self.readout.kind != "learned",
+            f"readout 'learned' belongs to variant = 'dual', and this is {self.variant!r}",
+        )
+
+    def _check_switches(self) -> None:
+        rotary = self.rope_scaling is not None or self.local_rope_theta is not None
+        require(
+            self.position == "rotary" or not rotary,
+            "rope_scaling or local_rope_theta is set, but position is 'learned'",
+        )
+        require(
+            self.norm == "rmsnorm" or not self.norm_offset,
+            "norm_offset is set, but norm is 'layernorm'; it belongs to 'rmsnorm'",
+        )
+        require(
+            self.sliding_window is not None
+            or (self.sliding_layers is None and self.local_rope_theta is None),
+            "sliding_layers or local_rope_theta is set, but sliding_window is not",
+        )
+        layers = self.sliding_layers or ()
+        require(
+            all(0 <= layer < self.num_layers for layer in layers)
+            and len(set(layers)) == len(layers),
+            f"sliding_layers is {list(layers)}; expected different layers below {self.num_layers}",
+        )
+
+    def window_of(self, layer: int) -> int | None:
+        """Keys that a query of this layer sees, its own included; None: all of them."""
+        slides = self.sliding_layers is None or layer in self.sliding_layers
+        return self.sliding_window if slides else None
 
     @property
     def kv_heads(self) -> int:
@@ -210,123 +315,9 @@ class QuantisedWeights:
     group: int = WEIGHT_GROUP
 
     def __post_init__(self) -> None:
-        _require(self.group == WEIGHT_GROUP, f"group is {self.group}; expected {WEIGHT_GROUP}")
+        require(self.group == WEIGHT_GROUP, f"group is {self.group}; expected {WEIGHT_GROUP}")
 
 
 def standard_twin(config: ModelConfig) -> ModelConfig:
     """The same model without an auxiliary flow: what every comparison is made against."""
     return dataclasses.replace(config, variant="standard", aux=None, readout=ReadoutConfig())
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Learned scalars by owner; a shared matrix counts for the primary, a tied head once."""
-
-    primary: int
-    aux: int
-
-    @property
-    def total(self) -> int:
-        return self.primary + self.aux
-
-
-def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """Learned scalars of ``config`` by formula, without building it."""
-    c = config
-    primary = sum(rows * columns for rows, columns in _primary_shapes(c))
-    if c.variant == "two_softmax":
-        return ParameterCounts(primary, c.hidden_size * c.hidden_size)
-    if c.flows is None:
-        return ParameterCounts(primary, 0)
-    return ParameterCounts(primary, c.flows.num_flows * _flow_parameters(c, c.flows))
-
-
-def _primary_shapes(c: ModelConfig) -> Iterator[tuple[int, int]]:
-    norm = 2 if c.norm == "layernorm" else 1
-    query, key = c.num_heads * c.head_size, c.kv_heads * c.head_size
-    yield c.vocab_size, c.hidden_size
-    if not c.tie_embeddings:
-        yield c.vocab_size, c.hidden_size
-    if c.position == "learned":
-        yield c.max_position, c.hidden_size
-    yield norm, c.hidden_size
-    for _ in range(c.num_layers):
-        yield 2 * norm, c.hidden_size
-        yield query + 2 * key, c.hidden_size + c.attention_bias
-        yield c.hidden_size, query + c.attention_output_bias
-        yield from _mlp_shapes(c)
-        if c.qk_norm:
-            yield 2, c.head_size
-
-
-def _mlp_shapes(c: ModelConfig) -> Iterator[tuple[int, int]]:
-    yield (2 if c.gated else 1) * c.intermediate_size, c.hidden_size + c.mlp_bias
-    yield c.hidden_size, c.intermediate_size + c.mlp_bias
-
-
-def _flow_parameters(c: ModelConfig, aux: AuxConfig) -> int:
-    query = c.num_heads * c.head_size
-    norm = c.hidden_size * (2 if c.norm == "layernorm" else 1)
-    per_coupling = {"query": query, "intermediate": c.intermediate_size, "output": c.hidden_size}
-    layer = sum(per_coupling[name] for name in aux.couplings)
-    owned: dict[str, list[tuple[int, int]]] = {
-        "q_proj": [(query, c.hidden_size + c.attention_bias)],
-        "o_proj": [(c.hidden_size, query + c.attention_output_bias)],
-        "mlp": [(c.intermediate_size, c.hidden_size + c.mlp_bias)] * (2 if c.gated else 1)
-        + [(c.hidden_size, c.intermediate_size + c.mlp_bias)],
-    }
-    biases = {"q_proj": c.attention_bias, "o_proj": c.attention_output_bias, "mlp": c.mlp_bias}
-
-    def size(rows: int, columns: int, bias: bool) -> int:
-        return aux.lora_rank * (rows + columns - bias) if aux.lora_rank else rows * columns
-
-    for name, shapes in owned.items():
-        if name in aux.owns:
-            layer += sum(size(rows, columns, biases[name]) for rows, columns in shapes)
-    total = c.num_layers * layer
-    if aux.embedding == "own":
-        total += c.vocab_size * c.hidden_size
-    if "lm_head" in aux.owns:
-        total += size(c.vocab_size, c.hidden_size, False)
-    if aux.flow_norms == "separate":
-        total += norm + c.num_layers * 2 * norm + c.num_layers * c.qk_norm * c.head_size
-    return total
-
-
-def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=32000, hidden_size=hidden, num_layers=layers,
-        num_heads=heads, num_kv_heads=kv_heads, intermediate_size=intermediate,
-        max_position=2048, norm_eps=1e-5, rope_theta=10000.0,
-    )  # fmt: skip
-
-
-PRESETS: dict[str, ModelConfig] = {
-    "demo": ModelConfig(
-        vocab_size=1024, hidden_size=32, num_layers=4, num_heads=2, intermediate_size=96,
-        max_position=1024, tie_embeddings=True,
-    ),
-    # The paper's NanoGPT setting: 12 layers, D 768, head dim 128, vocabulary 50257 padded to 50304;
-    # the rest is ours.
-    "nanogpt-124m": ModelConfig(
-        vocab_size=50304, real_vocab_size=50257, hidden_size=768, num_layers=12, num_heads=6,
-        intermediate_size=3072, max_position=1024, qk_norm=True, mlp="relu2", tie_embeddings=True,
-    ),
-    "llama-120m": _llama(768, 12, 12, 4, 2048),
-    "llama-270m": _llama(1024, 16, 16, 4, 2816),
-    "llama-500m": _llama(1280, 22, 20, 5, 3456),
-    "smollm2-135m": ModelConfig(
-        vocab_size=49152, hidden_size=576, num_layers=30, num_heads=9, num_kv_heads=3,
-        intermediate_size=1536, max_position=8192, norm_eps=1e-5, rope_theta=100000.0,
-        tie_embeddings=True,
-    ),
-}  # fmt: skip
-"""Named standard models; ``dataclasses.replace(PRESETS[name], variant="dual")`` gives one an
-auxiliary flow.
-"""
-
-
-def preset(name: str) -> ModelConfig:
-    """The preset ``name``; raises ``ValueError`` with the known names."""
-    _require(name in PRESETS, f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
-    return PRESETS[name]

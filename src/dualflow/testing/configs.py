@@ -7,7 +7,12 @@ intermediate size that is no multiple of the model's, a vocabulary unlike all of
 import dataclasses
 from typing import Any
 
-from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig, Variant
+from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig, RopeScaling, Variant
+
+_GEMMA: dict[str, Any] = {
+    "norm_offset": True, "mlp": "geglu", "scale_embeddings": True, "tie_embeddings": True,
+    "head_dim": 6,
+}  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -28,7 +33,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nanogpt": {"qk_norm": True, "mlp": "relu2", "num_kv_heads": 8, "tie_embeddings": True},
     "geglu": {"mlp": "geglu", "tie_embeddings": True},
     "padded_vocabulary": {"vocab_size": 64, "real_vocab_size": 53},
-}
+    "mistral": {"sliding_window": 5},
+    "llama_linear": {"rope_scaling": RopeScaling(kind="linear", factor=4.0)},
+    "llama3": {
+        "head_dim": 16,
+        "rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_max_position=32),
+    },
+    "llama_yarn": {
+        "head_dim": 16,
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=32),
+    },
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA
+    | {
+        "norm_placement": "both", "attention_scale": 0.3, "attention_softcap": 2.0,
+        "final_softcap": 3.0, "sliding_window": 6, "sliding_layers": (0,),
+    },
+    "gemma3": _GEMMA
+    | {
+        "norm_placement": "both", "qk_norm": True, "attention_scale": 0.3, "sliding_window": 4,
+        "sliding_layers": (1,), "rope_theta": 1e6, "local_rope_theta": 1e4,
+        "rope_scaling": RopeScaling(kind="linear", factor=8.0),
+    },
+    "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_span": "row"},
+}  # fmt: skip
 """What each family changes in ``tiny_config``: every family switch has a row that turns it."""
 
 _AUX_ONLY = ReadoutConfig(kind="aux_only")
@@ -41,6 +69,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     "primary_loss": {"readout": ReadoutConfig(primary_loss_weight=0.3)},
     "fixed_alpha_gradient": {"readout": ReadoutConfig(alpha_gradient=False)},
     "primary_only": {"readout": ReadoutConfig(kind="primary_only")},
+    "learned_alpha": {"readout": ReadoutConfig(kind="learned")},
     "query_coupling": {"aux": AuxConfig(couplings=("query",))},
     "intermediate_coupling": {"aux": AuxConfig(couplings=("intermediate",))},
     "output_coupling": {"aux": AuxConfig(couplings=("output",))},

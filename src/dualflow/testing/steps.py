@@ -20,6 +20,10 @@ EVERY_KIND: dict[str, ModelConfig] = {
     "dual, separate norms": flow_config("separate_norms", qk_norm=True),
     "dual, LoRA": flow_config("lora"),
     "dual, GPT-2 family": family_config("gpt2", "dual"),
+    "dual, Gemma 2 family": family_config("gemma2", "dual"),
+    "dual, Gemma 3 family": family_config("gemma3", "dual", aux=AuxConfig(flow_norms="separate")),
+    "dual, OLMo-2 family": family_config("olmo2", "dual", aux=AuxConfig(flow_norms="separate")),
+    "dual, learned alpha": flow_config("learned_alpha"),
 }
 """Every variant and every way an auxiliary flow can differ from the primary."""
 

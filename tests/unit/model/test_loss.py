@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dualflow.model import CausalLM, build_model
+from dualflow.model.flows import is_aux
 from dualflow.ops import mixture
 from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig, parameter_counts
 from dualflow.testing import tiny_config
@@ -137,7 +138,7 @@ def test_parameter_counts_follow_the_formula(name: str) -> None:
     model = build_model(EVERY_KIND[name])
     owners = {"primary": 0, "aux": 0}
     for key, parameter in model.named_parameters():
-        owners["aux" if ".aux." in key else "primary"] += parameter.numel()
+        owners["aux" if is_aux(key) else "primary"] += parameter.numel()
     assert dataclasses.asdict(parameter_counts(EVERY_KIND[name])) == owners
 
 
@@ -159,3 +160,46 @@ def test_flows_start_apart_from_each_other_and_from_the_primary() -> None:
     assert not torch.equal(first, second)
     assert not torch.equal(first, model.model.embed_tokens.weight)
     assert not model.model.layers[0].aux[0].query_coupling.any()
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY_KIND if name.startswith("dual")])
+def test_a_frozen_primary_gives_the_auxiliary_the_same_loss_and_gradients(name: str) -> None:
+    config = EVERY_KIND[name]
+    whole, frozen = tiny_model(config), tiny_model(config)
+    frozen.freeze_primary()
+    assert frozen.primary_frozen and not whole.primary_frozen
+    tokens, targets = batch(config)
+    losses = [model.loss(tokens, targets) for model in (whole, frozen)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.0, atol=1e-9)
+    if config.readout.kind == "primary_only":
+        assert not losses[1].total.requires_grad
+        return
+    for loss in losses:
+        loss.total.backward()
+    expected = {key: grad for key, grad in gradients(whole).items() if is_aux(key)}
+    torch.testing.assert_close(gradients(frozen), expected, rtol=0.0, atol=1e-9)
+
+
+def test_a_frozen_primary_keeps_no_activations_but_what_the_auxiliary_reads() -> None:
+    """Nothing that a backward pass would need is saved while the primary's rows run."""
+    model = tiny_model(tiny_config("dual"))
+    model.freeze_primary()
+    tokens, targets = batch(model.config)
+    saved: list[torch.Size] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.no_grad():
+            model.loss(tokens, targets)
+        assert not saved
+        model.loss(tokens, targets)
+    # Both flows' rows in one matrix would be saved as twice the tokens.
+    assert saved and not any(shape[:1] == (2 * tokens.numel(),) for shape in saved)
+
+
+def test_a_model_without_auxiliary_flows_cannot_freeze_the_rest() -> None:
+    with pytest.raises(ValueError, match="no auxiliary flow .* `dualflow retrofit`"):
+        tiny_model(tiny_config()).freeze_primary()

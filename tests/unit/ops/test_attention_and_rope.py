@@ -56,6 +56,35 @@ def test_rotation_equals_the_reference(position: int) -> None:
         )
 
 
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [1, 4, 9])
+def test_a_window_shows_the_last_keys_alone(window: int, softcap: float | None) -> None:
+    q, k, v = qkv(rows=9, keys=9)
+    scope = attention.Scope(window, softcap)
+    steps = torch.arange(9)
+    mask = scope.within(steps[:, None], steps)
+    got = attention.batch_attention(q[None], k[None], v[None], mask[None, None], softcap)[0]
+    rows = attention.row_attention(q, k.transpose(0, 1), v.transpose(0, 1), mask, softcap)
+    for row in range(9):
+        seen = slice(max(0, row + 1 - window), row + 1)
+        want = reference.attention(q[row], k[seen], v[seen], softcap)
+        torch.testing.assert_close(got[row], want)
+        torch.testing.assert_close(rows[row], want)
+
+
+def test_capped_scores_are_causal_without_a_mask() -> None:
+    q, k, v = qkv(rows=7, keys=7)
+    got = attention.batch_attention(q[None], k[None], v[None], None, 0.5)[0]
+    for row in range(7):
+        want = reference.attention(q[row], k[: row + 1], v[: row + 1], 0.5)
+        torch.testing.assert_close(got[row], want)
+
+
+def test_a_window_as_long_as_the_keys_hides_nothing() -> None:
+    assert attention.Scope(8).hides(9)
+    assert not attention.Scope(9).hides(9) and not attention.EVERYTHING.hides(9)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_sequences_side_by_side_attend_as_each_does_alone(masked: bool) -> None:
     q = torch.randn(3, 4, 8, 6, dtype=torch.float64)

@@ -47,6 +47,25 @@ def test_equals_the_naive_loss_in_value_and_gradients(
     torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("weights", [(0.0, 0.0, 0.0), (0.4, 1.3, -0.7), (-30.0, 0.0, 0.0)])
+@pytest.mark.parametrize("sharpness", [0.0, 3.0])
+def test_a_learned_alpha_equals_the_naive_loss_in_value_and_gradients(
+    sharpness: float, weights: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixture, "LOGITS_PER_CHUNK", 2 * VOCAB)
+    primary, aux, targets = logits(sharpness)
+    weight = torch.tensor(weights, dtype=torch.float64, requires_grad=True)
+    readout = ReadoutConfig(kind="learned")
+    sums = mixture.sum_over_chunks(
+        lambda p, a, t: read_targets(readout, p, a, t, weight), primary, aux, targets, VOCAB
+    )
+    expected = reference.mixture_loss(primary, aux, targets, alpha_weight=weight)
+    assert sums.r.item() == pytest.approx(expected.item(), rel=1e-10)
+    mine = torch.autograd.grad(sums.r, (primary, aux, weight))
+    theirs = torch.autograd.grad(expected, (primary, aux, weight))
+    torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
 def test_sharpness_reaches_both_sides_of_one_half() -> None:
     collisions = [logits(s)[0].softmax(-1).square().sum(-1) for s in (0.0, 3.0, 12.0)]
     assert (collisions[0] < 0.5).all() and (collisions[2] > 0.99).all()
