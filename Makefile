@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
-SETUP_FILES := pyproject.toml setup.py requirements/pinned.txt scripts/setup.sh \
+SETUP_FILES := pyproject.toml setup.py requirements/pinned.txt requirements/lm_eval.txt scripts/setup.sh \
 	$(wildcard src/dualflow/ops/native/csrc/*) src/dualflow/ops/native/build.py
 # Small models on few cores: one thread a test process is quickest and keeps sums in one order.
 TEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest

@@ -47,4 +47,7 @@ echo "setup: installing $(grep '^torch==' $pins) (the largest download)"
 pip install --quiet --constraint $pins setuptools "$(grep '^torch==' $pins)"
 echo "setup: installing dualflow[$extras] at the versions of $pins"
 pip install --quiet --constraint $pins --no-build-isolation --editable ".[$extras]"
+if [[ ",$extras," == *,dev,* ]]; then
+    pip install --quiet --constraint $pins --no-deps --requirement requirements/lm_eval.txt
+fi
 echo "setup: $venv is ready"

@@ -62,9 +62,8 @@ for variant in standard dual; do
     target=$folder/models/$variant
     [ -e "$target" ] && continue
     echo "setup: our $variant model"
-    options=()
-    [ "$variant" = dual ] && options=(--add-aux)
-    .venv/bin/dualflow convert "$folder/weights/smollm2-f32.gguf" "$target" \
-        ${options[@]+"${options[@]}"}
+    verb=convert
+    [ "$variant" = dual ] && verb=retrofit
+    .venv/bin/dualflow "$verb" "$folder/weights/smollm2-f32.gguf" "$target"
 done
 echo "setup: done; next: .venv/bin/python $here/run.py $folder"

@@ -206,12 +206,16 @@ def test_every_make_target_exists(page: Path) -> None:
 
 @each_page
 def test_every_toml_block_is_a_run(page: Path, tmp_path: Path) -> None:
-    """A block with a [model] stands on its own; another is laid over the demo's."""
+    """A block with a model stands on its own; another is laid over the demo's. The model that comes
+    with the package stands for every model to begin from.
+    """
     for language, text in fences(page):
         if language == "toml":
             (tmp_path / "run.toml").write_text(text, encoding="utf-8")
-            base = None if "model" in tomllib.loads(text) else demo("dual")
-            read_run_config(tmp_path / "run.toml", base)
+            keys = tomllib.loads(text).keys()
+            begun = [f"initial_model={PACKAGE / 'assets/tiny'}"] if "initial_model" in keys else []
+            base = None if keys & {"model", "initial_model"} else demo("dual")
+            read_run_config(tmp_path / "run.toml", base, begun)
 
 
 @each_page

@@ -38,9 +38,10 @@ OPTIONAL = {
     "pyarrow": ("data", "training on Parquet files"),
     "datasets": ("data", "training on Hugging Face datasets saved on disk"),
     "matplotlib": ("plot", "plots of `dualflow compare`"),
-    "transformers": ("transformers", "chat templates"),
-    "gguf": ("gguf", "`dualflow convert` from GGUF files"),
+    "transformers": ("transformers", "chat templates; models of ours in transformers"),
+    "gguf": ("gguf", "GGUF files, read and written"),
     "llguidance": ("structured", "structured output (JSON schema, regex, grammar)"),
+    "lm_eval": ("eval", "`dualflow eval --tasks`"),
 }
 """Optional modules: the extra that brings each, and what it is for."""
 

@@ -1,4 +1,4 @@
-"""``dualflow eval``: the loss of a trained model on a text."""
+"""``dualflow eval``: the loss of a trained model on a text, or its results in tasks of lm-eval."""
 
 import argparse
 import json
@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualflow.cli.device import add_device_option
+from dualflow.cli.eval_tasks import add_task_options, check_task_options, run_tasks
 
 if TYPE_CHECKING:
     from dualflow.data import DataConfig
     from dualflow.evaluate.loss import EvaluatedLoss
     from dualflow.evaluate.tables import Table
 
-HELP = "measure the loss of a trained model on a text"
+HELP = "measure the loss of a trained model on a text, or run tasks of lm-eval on it"
 
 EXAMPLES = """\
 dualflow eval runs/demo/dual-seed0
 dualflow eval runs/demo/dual-seed0/model --data notes.txt --split all --sequence-length 256
 dualflow eval runs/demo/dual-seed0 --weights int4
+dualflow eval models/smollm2-dual --tasks hellaswag,arc_easy --limit 200
 """
 
 
@@ -51,10 +53,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_device_option(parser)
     parser.add_argument("--json", action="store_true", help="write one JSON object instead")
+    add_task_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the losses of r, p and q to standard output."""
+    """Print the losses of r, p and q, or the results of tasks, to standard output."""
+    check_task_options(args)
+    if args.tasks is not None:
+        return run_tasks(args)
     from dualflow.checkpoint import find_model_folder, read_config
     from dualflow.cli.console import output, remarks
     from dualflow.data import prepare

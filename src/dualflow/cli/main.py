@@ -24,7 +24,8 @@ from dualflow import __version__
 from dualflow.extras import MissingExtraError
 
 VERBS = (
-    "demo", "train", "generate", "chat", "convert", "eval", "compare", "data", "doctor", "bench",
+    "demo", "train", "generate", "chat", "convert", "retrofit", "export", "info", "eval", "compare",
+    "data", "doctor", "bench",
 )  # fmt: skip
 
 DESCRIPTION = "Train, compare and generate with Dual-Flow Transformers."

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from dualflow.checkpoint import load_model, load_tokenizer_of, read_metrics, save_model
-from dualflow.checkpoint.convert import convert
+from dualflow.checkpoint.convert import convert, read_model, retrofit
+from dualflow.checkpoint.export import export_huggingface
 from dualflow.data.tokenizers import bytes_tokenizer
-from dualflow.spec import ModelConfig
+from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig
 from dualflow.testing import tiny_config
-from dualflow.testing.tensors import same, tiny_model
+from dualflow.testing.steps import whole_sequence
+from dualflow.testing.tensors import random_tokens, same, tiny_model
 
 
 @pytest.fixture
@@ -56,16 +58,84 @@ def test_quantised_is_what_loading_with_those_weights_gives(folder, tmp_path, dt
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "int8"])
-def test_an_auxiliary_flow_can_be_added_in_any_format(folder, tmp_path, dtype):
-    convert(folder, tmp_path / "dual", dtype=dtype, add_aux=True)
+def test_a_retrofit_in_any_format_takes_everything_along(folder, tmp_path, dtype):
+    retrofit(folder, tmp_path / "dual", dtype=dtype)
     model = load_model(tmp_path / "dual")
     assert (model.config.variant, model.config.num_flows) == ("dual", 1)
+    assert model.quantised == (dtype if dtype == "int8" else None)
     state = model.state_dict()
     ours, theirs = "model.aux.0.embed_tokens.weight", "model.embed_tokens.weight"
     assert same(state[ours], state[theirs])
     losses = {"val_loss": 1.5, "val_loss_p": 1.5, "val_loss_q": 1.5}
     assert read_metrics(tmp_path / "dual") == losses
     assert load_tokenizer_of(tmp_path / "dual").stop_ids == {256, 258}
+
+
+def test_the_primary_of_a_retrofit_is_the_source_bit_for_bit(folder, tmp_path):
+    retrofit(folder, tmp_path / "dual")
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "dual" / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("kind", ["mixture", "aux_only", "learned"])
+def test_a_retrofit_predicts_what_its_source_does(folder, tmp_path, kind):
+    aux = AuxConfig(num_flows=2, owns=("q_proj", "lm_head"), lora_rank=3, flow_norms="separate")
+    retrofit(folder, tmp_path / "dual", aux=aux, readout=ReadoutConfig(kind=kind))
+    model, source = (load_model(place).double() for place in (tmp_path / "dual", folder))
+    assert model.config.aux == aux
+    tokens = random_tokens(source.config, 20)
+    with torch.no_grad():
+        outputs = [whole_sequence(one, tokens) for one in (source, model)]
+        alone = source.log_probs(outputs[0].primary_TD, None)
+        both = model.log_probs(outputs[1].primary_TD, outputs[1].aux_FAD)
+    assert torch.allclose(both.r.exp(), alone.r.exp(), rtol=0, atol=1e-12)
+
+
+def test_a_retrofit_of_a_retrofit_is_refused_with_advice(folder, tmp_path, monkeypatch):
+    retrofit(folder, tmp_path / "dual")
+    monkeypatch.setattr("dualflow.checkpoint.convert.load_model", None)  # before weights are read
+    with pytest.raises(ValueError, match=r"is a dual model already; train it.*dualflow export"):
+        retrofit(tmp_path / "dual", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_retrofit_of_quantised_weights_is_refused(folder, tmp_path):
+    convert(folder, tmp_path / "int8", dtype="int8")
+    with pytest.raises(ValueError, match="int8; add an auxiliary flow to the float model"):
+        retrofit(tmp_path / "int8", tmp_path / "dual")
+
+
+def test_a_retrofit_of_another_variant_is_refused(tmp_path):
+    save_model(tiny_model(tiny_config("phd2")), tmp_path / "phd2")
+    with pytest.raises(ValueError, match="is a phd2 model; .* to a standard one"):
+        retrofit(tmp_path / "phd2", tmp_path / "dual")
+
+
+def test_the_familys_own_config_goes_through_every_step(folder, tmp_path):
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "note": "é"}
+    save_model(load_model(folder), tmp_path / "imported", primary_config=config)
+    convert(tmp_path / "imported", tmp_path / "copy")
+    retrofit(tmp_path / "copy", tmp_path / "dual")
+    assert read_model(tmp_path / "dual").primary_config == config
+
+
+def test_a_hugging_face_folder_becomes_a_whole_folder(folder, tmp_path):
+    primary = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    source = read_model(folder)
+    export_huggingface(source.model, tmp_path / "stock", companions=source.companions)
+    stages: list[str] = []
+    convert(
+        tmp_path / "stock", tmp_path / "new",
+        progress=lambda stage, done, total: stages.append(stage),
+    )  # fmt: skip
+    assert list(dict.fromkeys(stages)) == ["reading tensors", "writing"]
+    read = read_model(tmp_path / "new")
+    assert read.primary_config is not None
+    assert read.primary_config.items() >= primary.items()
+    for name, tensor in read.model.state_dict().items():
+        assert same(tensor, source.model.state_dict()[name]), name
+    retrofit(tmp_path / "stock", tmp_path / "dual")
+    assert load_model(tmp_path / "dual").config.variant == "dual"
 
 
 def test_an_existing_target_is_refused_before_anything_is_read(tmp_path):

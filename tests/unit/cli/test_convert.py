@@ -1,5 +1,7 @@
 """``dualflow convert``."""
 
+import json
+
 import pytest
 import torch
 
@@ -15,15 +17,19 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_a_dual_model_in_bfloat16(folder, tmp_path, capsys):
-    target = tmp_path / "dual"
-    assert main(["convert", str(folder), str(target), "--dtype", "bfloat16", "--add-aux"]) == 0
+def test_what_was_written_is_said_in_a_line(folder, tmp_path, capsys):
+    target = tmp_path / "new"
+    assert main(["convert", str(folder), str(target), "--dtype", "bfloat16"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith(f"{target}: dual model, ")
-    assert "of the auxiliary flow, bfloat16, 0.0 MB" in shown.out
-    assert shown.err.startswith("the auxiliary flow is not trained yet")
-    assert "--aux off leaves it out" in shown.err
-    assert load_model(target).config.variant == "dual"
+    assert shown.out.startswith(f"{target}: standard model, ")
+    assert shown.out.endswith(" parameters, bfloat16, 0.0 MB\n")
+    assert shown.err == ""
+    assert load_model(target).dtype == torch.bfloat16
+
+
+def test_the_old_way_to_a_dual_model_is_gone(folder, tmp_path, capsys):
+    assert main(["convert", str(folder), str(tmp_path / "new"), "--add-aux"]) == 2
+    assert "unknown argument '--add-aux'" in capsys.readouterr().err
 
 
 def test_quantised_formats_are_named(folder, tmp_path, capsys):
@@ -59,3 +65,34 @@ def test_a_missing_gguf_package_is_named(tmp_path, capsys, monkeypatch):
     assert "gguf is needed for reading GGUF files: pip install 'dualflow[gguf]'" in (
         capsys.readouterr().err
     )
+
+
+def _config(table: dict[str, object]):
+    return lambda path: path.mkdir() or (path / "config.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize("verb", ["convert", "retrofit", "info"])
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (_config({"architectures": ["FooForCausalLM"]}), "FooForCausalLM"),
+        (_config({"model_type": "bert", "architectures": ["BertModel"]}), "'bert'"),
+        (_config({"model_type": "llama", "architectures": ["A", "B"]}), "expected one"),
+        (_config({"hidden_size": 8}), "has no model_type"),
+        (lambda path: path.mkdir(), "it is empty"),
+        (lambda path: path.write_text("{}"), "is a file"),
+        (lambda path: path.write_bytes(b"GGUF"), "not a usable GGUF file"),
+        (lambda path: None, "there is no folder"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_line(tmp_path, capsys, verb, make, found):
+    """C09: what was found, where, and what is supported."""
+    make(tmp_path / "it")
+    target = [] if verb == "info" else [str(tmp_path / "new")]
+    assert main([verb, str(tmp_path / "it"), *target]) == 2
+    error = capsys.readouterr().err
+    assert found in error
+    assert str(tmp_path / "it") in error
+    assert error.count("\n") == 1
+    assert "GGUF" in error or "supported: llama" in error
+    assert not (tmp_path / "new").exists()

@@ -1,5 +1,6 @@
 """The arguments of ``dualflow train``; whole runs are in tests/e2e/test_resume.py."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -7,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from dualflow.checkpoint import save_model
+from dualflow.checkpoint.retrofit import add_aux
 from dualflow.cli.main import main
 from dualflow.config import to_toml
+from dualflow.data.tokenizers import bytes_tokenizer
+from dualflow.model import build_model
+from dualflow.spec import parameter_counts
+from dualflow.testing.configs import tiny_config
 from dualflow.testing.runs import tiny_run_config, write_tiny_text
 
 
@@ -112,3 +119,58 @@ def test_training_and_generating_open_no_connection(run_file: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def begun_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run that begins from a retrofitted model."""
+    monkeypatch.chdir(tmp_path)
+    text = write_tiny_text(tmp_path)
+    model = add_aux(build_model(tiny_config("standard", vocab_size=259, init_std=0.02)))
+    save_model(model, "dual", tokenizer_json=bytes_tokenizer().to_json())
+    Path("begun.toml").write_text(f"""
+initial_model = "dual"
+[data]
+source = {str(text)!r}
+sequence_length = 16
+[train]
+trainable = "aux"
+steps = 2
+batch_size = 4
+threads = 1
+compile = "off"
+tensorboard = "off"
+""")
+    return "begun.toml"
+
+
+def test_dry_run_says_what_is_trained_and_what_that_costs(begun_file: str, capsys) -> None:
+    assert main(["train", begun_file, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    aux = parameter_counts(tiny_config("dual", vocab_size=259)).aux
+    assert "begun: dual, seed 0, begun from dual" in shown
+    assert f"trained: {aux:,} (the auxiliary alone)" in shown
+    assert re.search(r"training FLOPs: .* per token, \d\d% of training everything\)", shown)
+    assert "model.embed_tokens.weight" not in shown
+
+
+def test_a_run_begun_from_a_model_is_summed_up_and_resumed(begun_file: str, capsys) -> None:
+    assert main(["train", begun_file, "--set", "model.readout.kind=aux_only"]) == 0
+    printed = capsys.readouterr().out
+    assert "(before training r " in printed
+    assert " parameters trained at " in printed
+    assert main(["train", "--resume", "runs/begun"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(["eval", "runs/begun"]) == 0
+
+
+def test_another_initial_model_is_one_line(begun_file: str, capsys) -> None:
+    assert main(["train", begun_file, "--set", "initial_model=nowhere"]) == 2
+    message = capsys.readouterr().err.strip()
+    assert message.count("\n") == 0
+    assert "initial_model: there is no folder nowhere" in message
+
+
+def test_a_frozen_primary_has_to_come_from_somewhere(run_file: str, capsys) -> None:
+    assert main(["train", run_file, "--set", "train.trainable=aux"]) == 2
+    assert "there is no initial_model" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Other people's tools: each integration needs its own extra and is imported by name."""
