@@ -50,6 +50,11 @@ def override(config: Config, assignments: Iterable[str]) -> Config:
     taken as text, and ``none`` as None. All are laid over together, so fields that must fit each
     other can be changed in any order.
     """
+    return merge(config, assigned(assignments))
+
+
+def assigned(assignments: Iterable[str]) -> dict[str, Any]:
+    """The nested changes that ``--set`` assignments ask for, as ``override`` reads them."""
     changes: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
@@ -64,7 +69,17 @@ def override(config: Config, assignments: Iterable[str]) -> Config:
                 inner[parent] = {}
             inner = inner[parent]
         inner[leaf] = _parse_value(text.strip())
-    return merge(config, changes)
+    return changes
+
+
+def overlay(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested ``changes`` laid over a nested ``table``; neither is changed."""
+    merged = dict(table)
+    for key, value in changes.items():
+        below = merged.get(key)
+        nested = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = overlay(below, value) if nested else value  # type: ignore[arg-type]
+    return merged
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

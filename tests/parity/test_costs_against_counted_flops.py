@@ -20,12 +20,12 @@ from dualflow.plan.costs import (
     prefill_flops,
     train_flops,
 )
-from dualflow.spec import ModelConfig, Variant
-from dualflow.testing.configs import FAMILIES, FLOWS, tiny_config
+from dualflow.spec import AuxConfig, ModelConfig, Variant, parameter_counts
+from dualflow.testing.configs import FAMILIES, FLOWS, family_config, tiny_config
 
 BATCH, LENGTH = 2, 24
 FLOWING: tuple[Variant, ...] = ("dual", "phd2")
-OTHER_FAMILIES = ("gpt2", "qwen3", "padded_vocabulary")
+OTHER_FAMILIES = ("gpt2", "qwen3", "padded_vocabulary", "mistral", "gemma2", "gemma3", "olmo2")
 
 CASES = {
     **{
@@ -65,6 +65,13 @@ def linears(flops: FlowFlops) -> float:
     return linear(flops.primary) + linear(flops.aux)
 
 
+def without_windows(config: ModelConfig) -> ModelConfig:
+    """The same matrices; PyTorch counts what a window's mask hides."""
+    return dataclasses.replace(
+        config, sliding_window=None, sliding_layers=None, local_rope_theta=None
+    )
+
+
 def attention_of_one_row(config: ModelConfig, keys: int) -> int:
     return config.num_layers * 4 * config.num_heads * config.head_size * keys
 
@@ -97,7 +104,9 @@ def test_training(config: ModelConfig) -> None:
     expected = linears(flops) + unread_head(config) + linear(unread_aux(config))
     assert plain / rows == pytest.approx(expected, rel=1e-12)
 
-    whole = flops.primary.attention + flops.aux.attention + unread_aux(config).attention
+    seen = train_flops(without_windows(config), LENGTH)
+    unread = unread_aux(without_windows(config))
+    whole = seen.primary.attention + seen.aux.attention + unread.attention
     if config.variant == "phd2":
         # A copy's own key adds a column to a mask that holds one for every copy.
         keys = LENGTH + 2 * LENGTH
@@ -105,6 +114,44 @@ def test_training(config: ModelConfig) -> None:
         assert whole == 3 * attention_of_one_row(config, LENGTH // 2 + LENGTH // 2 + 1)
     else:
         assert batched / rows == pytest.approx(2 * whole, rel=1e-12)
+
+
+def frozen_cases() -> dict[str, ModelConfig]:
+    """All that has an auxiliary to train, and flows whose first trained tensor comes late: what
+    lies before it passes no gradient on.
+    """
+    late = {
+        "query": AuxConfig(embedding="tied", couplings=("query",)),
+        "output": AuxConfig(embedding="tied", couplings=("output",)),
+        "o_proj": AuxConfig(embedding="tied", couplings=(), owns=("o_proj",)),
+        "mlp": AuxConfig(embedding="tied", couplings=(), owns=("mlp",), lora_rank=2),
+        "head": AuxConfig(embedding="tied", couplings=(), owns=("lm_head",), lora_rank=3),
+        "norms": AuxConfig(embedding="tied", couplings=(), flow_norms="separate"),
+    }
+    cases = CASES | {f"late-{name}": tiny_config("dual", aux=aux) for name, aux in late.items()}
+    for family in ("gemma2", "gemma3", "olmo2"):
+        cases[f"late-norms-{family}"] = family_config(family, "dual", aux=late["norms"])
+    return {
+        name: config
+        for name, config in cases.items()
+        if parameter_counts(config).aux > 0 and config.readout.kind != "primary_only"
+    }
+
+
+@pytest.mark.parametrize("config", frozen_cases().values(), ids=list(frozen_cases()))
+def test_training_beside_a_frozen_primary(config: ModelConfig) -> None:
+    model = build_model(config, device="meta")
+    model.freeze_primary()
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="meta")
+    plain, batched = counted(lambda: model.loss(tokens, tokens).total.backward())
+    flops, rows = train_flops(config, LENGTH, "aux"), BATCH * LENGTH
+
+    expected = linears(flops) + unread_head(config)
+    assert plain / rows == pytest.approx(expected, rel=1e-12)
+    seen = train_flops(without_windows(config), LENGTH, "aux")
+    whole = seen.primary.attention + seen.aux.attention
+    assert batched / rows == pytest.approx(2 * whole, rel=1e-12)
+    assert flops.total < train_flops(config, LENGTH).total
 
 
 # With primary_only, decoding runs no auxiliary: that is test_decoding_with_aux_off.
@@ -125,7 +172,8 @@ def test_decoding(config: ModelConfig) -> None:
     unread = 2 * config.hidden_size * config.vocab_size
     unread *= config.readout.kind == "aux_only"
     assert plain == linears(flops) + unread
-    assert batched == flops.primary.attention + flops.aux.attention
+    seen = decode_flops(without_windows(config), LENGTH)
+    assert batched == seen.primary.attention + seen.aux.attention
 
 
 @each_case_where(lambda c: c.variant != "phd2" and c.readout.kind != "aux_only")
@@ -142,7 +190,8 @@ def test_decoding_with_aux_off(config: ModelConfig) -> None:
     with torch.no_grad():
         plain, batched = counted(decode)
     flops = decode_flops(config, LENGTH, aux=False)
-    assert (plain, batched) == (linears(flops), flops.primary.attention)
+    seen = decode_flops(without_windows(config), LENGTH, aux=False)
+    assert (plain, batched) == (linears(flops), seen.primary.attention)
 
 
 @each_case
@@ -159,7 +208,8 @@ def test_prefill_and_cache(config: ModelConfig) -> None:
         plain, batched = counted(prefill)
     flops = prefill_flops(config, LENGTH)
     assert plain / LENGTH == pytest.approx(linears(flops), rel=1e-12)
-    assert batched / LENGTH == pytest.approx(2 * flops.primary.attention, rel=1e-12)
+    seen = prefill_flops(without_windows(config), LENGTH)
+    assert batched / LENGTH == pytest.approx(2 * seen.primary.attention, rel=1e-12)
     assert cache.nbytes_used == LENGTH * kv_bytes_per_token(config, 4)
 
 

@@ -24,7 +24,9 @@ Metadata = dict[str, Any]
 
 BLOCKS: dict[str, tuple[int, int, int]] = {
     "F32": (0, 1, 4), "F16": (1, 1, 2), "BF16": (30, 1, 2), "Q4_0": (2, 32, 18),
-    "Q4_1": (3, 32, 20), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144), "Q6_K": (14, 256, 210),
+    "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22), "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34),
+    "Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110), "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176),
+    "Q6_K": (14, 256, 210),
 }  # fmt: skip
 """The number formats we read: their number in the file, values per block, bytes per block."""
 
@@ -44,6 +46,7 @@ _FLOAT32, _STRING, _ARRAY = 6, 8, 9
 class GGUFTensor:
     """One tensor: its format ("Q4_1"), its shape with rows first, and where its bytes lie."""
 
+    path: Path
     name: str
     format: str
     shape: tuple[int, ...]
@@ -53,7 +56,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """What a GGUF file holds, apart from the data itself."""
+    """What a GGUF file, or all parts of a split one, hold, apart from the data itself."""
 
     path: Path
     metadata: Metadata
@@ -66,20 +69,25 @@ class GGUFFile:
         where the ``gguf`` package is not there.
         """
         gguf = require_extra("gguf", "gguf", "reading GGUF files")
-        tensor = self.tensors[name]
-        try:
-            with self.path.open("rb") as file:
-                file.seek(tensor.begin)
-                data = file.read(tensor.end - tensor.begin)
-        except OSError as error:
-            raise ValueError(f"{self.path} cannot be read: {error.strerror}") from error
-        if len(data) != tensor.end - tensor.begin:
-            raise ValueError(f"{self.path} was cut short while it was read, in {name!r}")
+        tensor, data = self.tensors[name], self.raw(name)
         _, values, size = BLOCKS[tensor.format]
         rows = tensor.shape[:-1]
         blocks = np.frombuffer(data, np.uint8).reshape(*rows, tensor.shape[-1] // values * size)
         numbers = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.format])
         return np.array(numbers, np.float32).reshape(tensor.shape)
+
+    def raw(self, name: str) -> bytes:
+        """The bytes of one tensor as they are stored. Raises ``ValueError`` as ``read`` does."""
+        tensor = self.tensors[name]
+        try:
+            with tensor.path.open("rb") as file:
+                file.seek(tensor.begin)
+                data = file.read(tensor.end - tensor.begin)
+        except OSError as error:
+            raise ValueError(f"{tensor.path} cannot be read: {error.strerror}") from error
+        if len(data) != tensor.end - tensor.begin:
+            raise ValueError(f"{tensor.path} was cut short while it was read, in {name!r}")
+        return data
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
@@ -115,7 +123,7 @@ def _read(path: Path, cursor: "_Cursor") -> GGUFFile:
                 raise ValueError(f"the key {key!r} occurs twice")
             metadata[key] = cursor.value(cursor.number("I"), key)
         table = [_entry(cursor) for _ in range(num_tensors)]
-        return GGUFFile(path, metadata, _place(table, metadata, cursor))
+        return GGUFFile(path, metadata, _place(path, table, metadata, cursor))
     except (ValueError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a usable GGUF file: {str(error)[:300]}") from error
 
@@ -147,7 +155,10 @@ def _entry(cursor: "_Cursor") -> tuple[str, int, tuple[int, ...], int]:
 
 
 def _place(
-    table: list[tuple[str, int, tuple[int, ...], int]], metadata: Metadata, cursor: "_Cursor"
+    path: Path,
+    table: list[tuple[str, int, tuple[int, ...], int]],
+    metadata: Metadata,
+    cursor: "_Cursor",
 ) -> dict[str, GGUFTensor]:
     """The tensors with their byte ranges, which lie in the file and do not overlap."""
     alignment = metadata.get("general.alignment", _ALIGNMENT)
@@ -178,7 +189,7 @@ def _place(
                 f"tensor {name!r} of shape {list(shape)} ends at byte {end:,}, the file has "
                 f"{cursor.size:,}; it may be cut short"
             )
-        tensors[name] = GGUFTensor(name, _NAMES[number], shape, begin, end)
+        tensors[name] = GGUFTensor(path, name, _NAMES[number], shape, begin, end)
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.begin)
     for first, second in pairwise(ordered):
         if second.begin < first.end:

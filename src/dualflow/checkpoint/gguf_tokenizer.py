@@ -1,15 +1,17 @@
 """The tokenizer, its control tokens and the chat template in a GGUF file's metadata. No torch here.
 
-Byte-level BPE (llama.cpp's model "gpt2") whose pre-tokenizer we know; anything else is refused by
-name, because a text cut differently gives other ids and a worse model without any error.
+Byte-level BPE (llama.cpp's model "gpt2") whose pre-tokenizer we know, and SentencePiece BPE (its
+model "llama"); anything else is refused by name, because a text cut differently gives other ids and
+a worse model without any error.
 """
 
 import json
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, processors
 
 from dualflow.checkpoint.companions import (
     CHAT_TEMPLATE,
@@ -17,11 +19,25 @@ from dualflow.checkpoint.companions import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
+from dualflow.checkpoint.gguf_bpe import CUTS, bpe_backend
+from dualflow.checkpoint.gguf_spm import spm_backend
 
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-_KINDS = {2: "unknown", 6: "byte"}
 
-_TOKEN_KEYS = {
+class TokenKind(IntEnum):
+    """What llama.cpp calls a token's type."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+_MODELS = {"gpt2": set(TokenKind) - {TokenKind.UNKNOWN, TokenKind.BYTE}, "llama": set(TokenKind)}
+"""The kinds of tokens that each kind of tokenizer has."""
+
+NAMED_TOKENS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
     "unk": "unknown_token_id",
@@ -34,7 +50,7 @@ _TOKEN_KEYS = {
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
-_END_NAMES = (
+END_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>",
     "<end_of_turn>", "</s>", "<EOT>", "<|endofturn|>",
 )  # fmt: skip
@@ -43,14 +59,19 @@ _END_NAMES = (
 _FILL_IN_KEYS = ("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep",
                  "prefix", "suffix", "middle")  # fmt: skip
 
+_TABLES = "model", "pre", "tokens", "token_type", "merges", "scores"
+
 TOKENIZER_KEYS = frozenset(
-    [f"tokenizer.ggml.{name}" for name in ("model", "pre", "tokens", "token_type", "merges")]
-    + [f"tokenizer.ggml.{name}" for name in (*_TOKEN_KEYS.values(), *_END_KEYS)]
+    [f"tokenizer.ggml.{name}" for name in _TABLES]
+    + [f"tokenizer.ggml.{name}" for name in (*NAMED_TOKENS.values(), *_END_KEYS)]
     + [f"tokenizer.ggml.{name}_token_id" for name in _FILL_IN_KEYS]
     + [f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token", "space_prefix")]
-    + ["tokenizer.chat_template"]
+    + ["tokenizer.chat_template", "tokenizer.chat_templates"]
 )
 """Every key of the tokenizer's that is read; those of fill-in tokens change nothing here."""
+
+TOKENIZER_PREFIXES = ("tokenizer.chat_template.",)
+"""Keys that begin so are templates for special uses, which are left behind."""
 
 
 def import_tokenizer(metadata: Mapping[str, Any]) -> tuple[dict[str, str], int]:
@@ -58,44 +79,101 @@ def import_tokenizer(metadata: Mapping[str, Any]) -> tuple[dict[str, str], int]:
 
     The files are tokenizer.json; tokenizer_config.json, with the names of the special tokens;
     generation_config.json, with every id that ends a text; and chat_template.jinja where the file
-    has a template. Ids from the second result on only pad the vocabulary.
+    has a template (the one without a name, where there are several). Ids from the second result on
+    only pad the vocabulary. Where the file asks for BOS before or EOS after every text,
+    tokenizer.json has a post-processor that adds them.
 
     Raises ``ValueError``: another kind of tokenizer or pre-tokenizer, missing or inconsistent keys.
     """
     model = _required(metadata, "model", str)
-    if model != "gpt2":
+    if model not in _MODELS:
         raise ValueError(
             f"tokenizer.ggml.model is {model!r}, which is not supported; supported: 'gpt2' "
-            "(byte-level BPE)"
+            "(byte-level BPE), 'llama' (SentencePiece BPE)"
         )
-    pre = _required(metadata, "pre", str)
-    if pre not in _PRE_TOKENIZERS:
-        raise ValueError(
-            f"tokenizer.ggml.pre is {pre!r}, a pre-tokenizer that is not supported; supported: "
-            f"{', '.join(map(repr, _PRE_TOKENIZERS))}"
-        )
-    for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
-        if metadata.get(f"tokenizer.ggml.{name}", False) is not False:
-            raise ValueError(f"tokenizer.ggml.{name} is set, which is not supported")
-    tokens, kinds = _vocabulary(metadata)
+    tokens, kinds = _vocabulary(metadata, model)
     count = len(tokens)
-    while count and kinds[count - 1] == _UNUSED:  # rows that only pad the matrices
+    while count and kinds[count - 1] == TokenKind.UNUSED:  # rows that only pad the matrices
         count -= 1
     tokens, kinds = tokens[:count], kinds[:count]
-    backend = tokenizers.Tokenizer(_bpe(tokens, _required(metadata, "merges", list)))
-    # The library's stubs leave these attributes untyped.
-    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    for special, kind in ((True, _CONTROL), (False, _USER_DEFINED)):
+    backend, adds_bos = _backend(metadata, model, tokens, kinds)
+    for special, of_kinds in (
+        (True, (TokenKind.UNKNOWN, TokenKind.CONTROL)),
+        (False, (TokenKind.USER_DEFINED,)),
+    ):
         added = [
             AddedToken(token, special=special, normalized=False)
-            for token, of_kind in zip(tokens, kinds, strict=True)
-            if of_kind == kind
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in of_kinds
         ]
         backend.add_special_tokens(added) if special else backend.add_tokens(added)
     _check_ids(backend, tokens)
-    files = {TOKENIZER: backend.to_str(pretty=False), **_names(metadata, tokens, kinds)}
+    names = _named(metadata, tokens)
+    adds = {
+        "bos": _flag(metadata, "add_bos_token", adds_bos),
+        "eos": _flag(metadata, "add_eos_token", False),
+    }
+    if any(adds.values()):
+        backend.post_processor = _template(adds, names, backend)  # type: ignore[assignment]
+        names |= {f"add_{name}_token": True for name, wanted in adds.items() if wanted}
+    files = {
+        TOKENIZER: backend.to_str(pretty=False),
+        **_other_files(metadata, names, tokens, kinds),
+    }
     return files, count
+
+
+def _backend(
+    metadata: Mapping[str, Any], model: str, tokens: list[str], kinds: list[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """The tokenizer without its added tokens, and whether BOS is added where the file is silent."""
+    if model == "gpt2":
+        pre = _required(metadata, "pre", str)
+        backend = bpe_backend(tokens, _required(metadata, "merges", list), pre)
+        if _flag(metadata, "add_space_prefix", False):
+            raise ValueError(
+                "tokenizer.ggml.add_space_prefix is set, which is not supported for byte-level BPE"
+            )
+        return backend, CUTS[pre].adds_bos
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre != "default":
+        raise ValueError(f"tokenizer.ggml.pre is {pre!r}; expected 'default' for model 'llama'")
+    scores = _required(metadata, "scores", list)
+    if len(scores) < len(tokens) or not all(type(x) is float and x == x for x in scores):
+        raise ValueError(
+            f"tokenizer.ggml.scores has {len(scores):,} entries for {len(tokens):,} tokens; "
+            "expected a number for each"
+        )
+    unknown = [
+        token for token, kind in zip(tokens, kinds, strict=True) if kind == TokenKind.UNKNOWN
+    ]
+    mergeable = [kind == TokenKind.NORMAL for kind in kinds]
+    prefix = _flag(metadata, "add_space_prefix", True)
+    return spm_backend(tokens, scores, mergeable, next(iter(unknown), None), prefix), True
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if type(value) is not bool:
+        raise ValueError(f"tokenizer.ggml.{name} is {value!r}; expected true or false")
+    return value
+
+
+def _template(
+    adds: Mapping[str, bool], names: Mapping[str, Any], backend: tokenizers.Tokenizer
+) -> processors.TemplateProcessing:
+    """What puts BOS before and EOS after each text."""
+    tokens: dict[str, str] = {}
+    for name, wanted in adds.items():
+        if wanted and f"{name}_token" not in names:
+            raise ValueError(f"tokenizer.ggml.add_{name}_token is set, but no {name}_token_id")
+        tokens[name] = names[f"{name}_token"] if wanted else ""
+    single = [part for part in (tokens["bos"], "$A", tokens["eos"]) if part]
+    second = [part.replace("$A", "$B") + ":1" for part in single]
+    special = [(token, backend.token_to_id(token)) for token in tokens.values() if token]
+    return processors.TemplateProcessing(
+        single=single, pair=[*(f"{part}:0" for part in single), *second], special_tokens=special
+    )
 
 
 def _required(metadata: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -106,7 +184,7 @@ def _required(metadata: Mapping[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+def _vocabulary(metadata: Mapping[str, Any], model: str) -> tuple[list[str], list[int]]:
     tokens, kinds = _required(metadata, "tokens", list), _required(metadata, "token_type", list)
     if len(tokens) != len(kinds) or not all(isinstance(token, str) for token in tokens):
         raise ValueError(
@@ -118,26 +196,13 @@ def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
         twice = next(token for token in tokens if token in seen or seen.add(token))
         raise ValueError(f"tokenizer.ggml.tokens holds {twice!r} twice")
     for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind not in (_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED):
+        if kind not in _MODELS[model]:
+            name = TokenKind(kind).name.lower() if kind in set(TokenKind) else kind
             raise ValueError(
-                f"token {number} ({token!r}) is of type {_KINDS.get(kind, kind)!r}, which a "
-                "byte-level BPE does not have"
+                f"token {number} ({token!r}) is of type {name!r}, which a "
+                f"tokenizer of the model {model!r} does not have"
             )
     return tokens, kinds
-
-
-def _bpe(tokens: list[str], merges: list[Any]) -> models.BPE:
-    vocab = {token: number for number, token in enumerate(tokens)}
-    pairs: list[tuple[str, str]] = []
-    for number, merge in enumerate(merges):
-        left, space, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
-        if not space or left not in vocab or right not in vocab or left + right not in vocab:
-            raise ValueError(
-                f"tokenizer.ggml.merges[{number}] is {merge!r}; expected two tokens of the "
-                "vocabulary whose union is one too"
-            )
-        pairs.append((left, right))
-    return models.BPE(vocab=vocab, merges=pairs)
 
 
 def _check_ids(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
@@ -147,17 +212,26 @@ def _check_ids(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
         raise ValueError(f"the tokenizer gives other ids than the file, as for {wrong[:3]!r}")
 
 
-def _names(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> dict[str, str]:
+def _named(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """The special tokens by Hugging Face's names."""
     names: dict[str, Any] = {}
-    for name, key in _TOKEN_KEYS.items():
+    for name, key in NAMED_TOKENS.items():
         number = _id(metadata, key, len(tokens))
         if number is not None:
             names[f"{name}_token"] = tokens[number]
     if "eos_token" not in names:
         raise ValueError("tokenizer.ggml.eos_token_id is missing: nothing says where a text ends")
+    return names
+
+
+def _other_files(
+    metadata: Mapping[str, Any], names: dict[str, Any], tokens: list[str], kinds: list[int]
+) -> dict[str, str]:
     ends = [_id(metadata, key, len(tokens)) for key in _END_KEYS]
-    known = {name: number for number, name in enumerate(tokens) if kinds[number] == _CONTROL}
-    ends += [known.get(name) for name in _END_NAMES]
+    known = {
+        name: number for number, name in enumerate(tokens) if kinds[number] == TokenKind.CONTROL
+    }
+    ends += [known.get(name) for name in END_NAMES]
     end_ids = list(dict.fromkeys(number for number in ends if number is not None))
     files = {
         TOKENIZER_CONFIG: _json(names),
@@ -182,16 +256,3 @@ def _id(metadata: Mapping[str, Any], key: str, count: int) -> int | None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    """Every digit on its own, then GPT-2's cut."""
-    parts = [pre_tokenizers.Digits(individual_digits=True), _gpt2()]
-    return pre_tokenizers.Sequence(parts)  # type: ignore[return-value]
-
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[return-value]
-
-
-_PRE_TOKENIZERS = {"smollm": _smollm}

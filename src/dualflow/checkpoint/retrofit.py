@@ -34,9 +34,10 @@ def add_aux(
             f"the model's matrices are {model.quantised}; add an auxiliary flow to the float model "
             "they were made from, and quantise the result"
         )
-    config = dataclasses.replace(
-        model.config, variant="dual", aux=aux, readout=readout or ReadoutConfig()
-    )
+    readout = readout or ReadoutConfig()
+    if readout.kind == "aux_only":  # the primary is a model, whoever reads it
+        readout = dataclasses.replace(readout, standalone_primary=True)
+    config = dataclasses.replace(model.config, variant="dual", aux=aux, readout=readout)
     embedding = model.model.embed_tokens.weight
     dual = build_model(config, None, embedding.device, embedding.dtype)
     primary = model.state_dict()

@@ -84,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _resolve(args: argparse.Namespace) -> tuple["RunConfig", Path]:
     """The run that is asked for, overrides applied, and the folder its folder lies in."""
-    from dualflow import config as configuration
-    from dualflow.train import read_run_config
+    from dualflow.train.config import read_run_config, with_assignments
 
     if args.resume is not None:
         if args.config or args.recipe or args.runs or args.overwrite:
@@ -95,7 +94,7 @@ def _resolve(args: argparse.Namespace) -> tuple["RunConfig", Path]:
             )
         folder = _run_folder(args.resume)
         config = dataclasses.replace(read_run_config(folder / "config.json"), name=folder.name)
-        return configuration.override(config, args.assignments), folder.parent
+        return with_assignments(config, args.assignments), folder.parent
     if not args.config and not args.recipe:
         raise ValueError("nothing to train: give CONFIG.toml, --recipe NAME or --resume RUN")
     config = None
@@ -103,10 +102,11 @@ def _resolve(args: argparse.Namespace) -> tuple["RunConfig", Path]:
         from dualflow.recipes import recipe
 
         config = recipe(args.recipe)
+    runs = Path(args.runs or "runs")
     if args.config:
-        config = read_run_config(args.config, base=config)
+        return read_run_config(args.config, config, args.assignments), runs
     assert config is not None
-    return configuration.override(config, args.assignments), Path(args.runs or "runs")
+    return with_assignments(config, args.assignments), runs
 
 
 def _run_folder(named: str) -> Path:
@@ -124,18 +124,27 @@ def _plan(config: "RunConfig") -> str:
     from dualflow.spec import parameter_counts
     from dualflow.train.optimizers import Optimizers
 
-    counts = parameter_counts(config.model)
+    counts, trainable = parameter_counts(config.model), config.train.trainable
     context = config.data.sequence_length
     tokens = config.train.steps * config.train.batch_size * context
-    per_token = train_flops_per_token(config.model, context)
-    groups = Optimizers(build_model(config.model, device="meta"), config.optimizer)
+    per_token = train_flops_per_token(config.model, context, trainable)
+    flops = f"training FLOPs: {per_token * tokens:.3g} ({per_token:,.0f} per token"
+    model = build_model(config.model, device="meta")
+    if trainable == "aux":
+        model.freeze_primary()
+        whole = train_flops_per_token(config.model, context)
+        flops += f", {per_token / whole:.0%} of training everything"
+    groups = Optimizers(model, config.optimizer)
+    trained = sum(parameter.numel() for parameter in groups.parameters.values())
+    begun = f", begun from {config.initial_model}" if config.initial_model else ""
     return "\n".join(
         (
-            f"{config.name}: {config.model.variant}, seed {config.seed}",
+            f"{config.name}: {config.model.variant}, seed {config.seed}{begun}",
             f"parameters: {counts.total:,} (primary {counts.primary:,}, auxiliary {counts.aux:,})",
+            f"trained: {trained:,} ({'the auxiliary alone' if trainable == 'aux' else 'all'})",
             f"tokens: {tokens:,} = {config.train.steps:,} steps "
             f"x {config.train.batch_size} sequences x {context}",
-            f"training FLOPs: {per_token * tokens:.3g} ({per_token:,.0f} per token)",
+            f"{flops})",
             "optimizer groups:",
             groups.table(),
         )
@@ -143,10 +152,19 @@ def _plan(config: "RunConfig") -> str:
 
 
 def _summary(result: dict[str, Any], folder: Path) -> str:
-    losses = {"r": result["val_loss"], "p": result["val_loss_p"], "q": result["val_loss_q"]}
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if value is not None)
+    shown = _losses(result, "")
+    if before := _losses(result, "_initial"):
+        shown += f" (before training {before})"
+    trained, per_token = result.get("params_trainable"), result["train_flops_per_token"]
+    cost = f"{trained:,} parameters trained at {per_token:.3g} FLOPs per token; " if trained else ""
     return (
         f"{result['name']}: {result['steps']} steps, {result['tokens']:,} tokens, "
-        f"{result['train_seconds']:.0f} s; validation loss {shown or 'not measured'}; "
+        f"{result['train_seconds']:.0f} s; {cost}validation loss {shown or 'not measured'}; "
         f"model in {folder / 'model'}"
     )
+
+
+def _losses(result: dict[str, Any], suffix: str) -> str:
+    names = {"r": "val_loss", "p": "val_loss_p", "q": "val_loss_q"}
+    losses = {name: result.get(f"{key}{suffix}") for name, key in names.items()}
+    return ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if value is not None)

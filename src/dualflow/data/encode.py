@@ -51,16 +51,22 @@ def _encode_batch(
             np.array([_control_id(tokenizer, s.text)], np.uint32) if s.control else next(encoded)
             for s in document.segments
         ]
-        yield split, _join(document, ids, tokenizer.eos_id)
+        yield split, _join(document, ids, tokenizer)
 
 
-def _join(document: Document, ids: list[NDArray[np.uint32]], eos_id: int) -> EncodedDocument:
+def _join(
+    document: Document, ids: list[NDArray[np.uint32]], tokenizer: Tokenizer
+) -> EncodedDocument:
+    # A chat says itself what it begins with.
+    is_chat = any(segment.control for segment in document.segments)
+    before = np.array([] if is_chat else tokenizer.before_ids, np.uint32)
     # A text ends where its end-of-text token says; a chat's turns end with a control token of their
     # own, and what comes after the last turn is no answer, so it does not count.
     counted = [segment.counted for segment in document.segments]
-    flags = np.repeat([*counted, False], [*map(len, ids), 1]).astype(np.uint8)
+    sizes = [len(before), *map(len, ids), 1]
+    flags = np.repeat([True, *counted, False], sizes).astype(np.uint8)
     return EncodedDocument(
-        ids=np.concatenate([*ids, np.array([eos_id], np.uint32)]),
+        ids=np.concatenate([before, *ids, np.array([tokenizer.eos_id], np.uint32)]),
         counted=None if all(counted) else flags,
         text_bytes=document.num_bytes,
         characters=document.num_characters,

@@ -308,6 +308,7 @@ def _key(config: DataConfig, train: Source, validation: Source | None) -> str:
         tokenizer = [
             hashlib.sha256(file.read_bytes()).hexdigest(),
             config.eos_token or configured_eos(file.parent),
+            "before_ids",  # not in the caches of versions that left them out
         ]
     parts = [
         _VERSION,

@@ -33,7 +33,8 @@ _GROUP = 1 << 20
 
 
 class Tokenizer:
-    """A ``tokenizers.Tokenizer`` whose end of text is known and that drops and adds nothing.
+    """A ``tokenizers.Tokenizer`` whose end of text is known and that drops and adds nothing; what
+    belongs before a whole text is ``before_ids``.
 
     ``stop_ids`` are all ids at which generation ends: ``eos_id``, and those that end a turn of a
     chat where they are others.
@@ -105,6 +106,18 @@ class Tokenizer:
         """The ids of the control tokens by name."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items() if token.special}
+
+    @cached_property
+    def before_ids(self) -> list[int]:
+        """What stands before a text, by the tokenizer's own post-processor: the beginning-of-text
+        token of Llama 2, Llama 3 or Gemma; nothing for most.
+        """
+        with self._lock:
+            plain = self._backend.encode("a", add_special_tokens=False).ids
+            whole = self._backend.encode("a").ids
+        after = len(whole) - len(plain)
+        starts = [at for at in range(after + 1) if whole[at : at + len(plain)] == plain]
+        return whole[: starts[0]] if starts else []
 
     def id_of(self, token: str) -> int | None:
         """The id of one token by its name, None where there is no such token."""

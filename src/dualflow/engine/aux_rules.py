@@ -48,9 +48,8 @@ class AuxRule:
 
 def aux_rule(params: RequestParams, config: ModelConfig) -> AuxRule:
     """The rule of a request. Raises ``RequestError`` where the model has no trained p for it."""
-    has_primary = config.variant != "phd2" and config.readout.kind != "aux_only"
     coupled = params.drafts == "primary" and not params.greedy
-    if not has_primary and (params.aux.kind == "off" or params.drafts == "primary"):
+    if not config.has_primary_readout and (params.aux.kind == "off" or params.drafts == "primary"):
         asked = "aux = 'off'" if params.aux.kind == "off" else "drafts = 'primary'"
         raise RequestError(
             f"{asked} needs the primary's own distribution, but this {config.variant} model was "

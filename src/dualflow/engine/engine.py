@@ -103,14 +103,17 @@ class Engine:
     # Requests.
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt; those of an empty text are the end-of-text id, after which every
-        text begins. Raises ``RequestError`` where there is no tokenizer, or the text holds half a
-        surrogate pair.
+        """The ids of a prompt, with what the tokenizer puts before a text. Where that is nothing,
+        those of an empty text are the end-of-text id, after which every text begins.
+
+        Raises ``RequestError`` where there is no tokenizer, or the text holds half a surrogate
+        pair.
         """
         if self.tokenizer is None:
             raise RequestError("the prompt is a text, and this engine has no tokenizer")
         require_characters(text)
-        return self.tokenizer.encode(text) or [self.tokenizer.eos_id]
+        ids = [*self.tokenizer.before_ids, *self.tokenizer.encode(text)]
+        return ids or [self.tokenizer.eos_id]
 
     def prepare(
         self,

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dualflow.checkpoint import find_model_folder
-from dualflow.data.tokenizers import Tokenizer, named_tokens
+from dualflow.data.tokenizers import named_tokens
 from dualflow.engine.llm import LLM
 from dualflow.engine.outputs import RequestOutput
 from dualflow.engine.request import AuxPolicy, RequestParams
@@ -217,7 +216,7 @@ class DualFlowLM(TemplateLM):
     def _put_before(self, add_bos: bool | None) -> list[int]:
         """Ids before the text's own: those of the post-processor, or the one that is asked for."""
         if add_bos is None:
-            return _post_processed(self._tokenizer)
+            return self._tokenizer.before_ids
         if add_bos and self._bos_id is None:
             raise ValueError(
                 f"add_bos is set, but tokenizer_config.json in {self._folder} names no bos_token"
@@ -259,15 +258,3 @@ def _stops(wanted: Mapping[str, Any]) -> Iterable[str]:
 def _is_best(choice: Choice) -> bool:
     """Whether no token is more probable."""
     return choice.top[0][0] == choice.token_id or choice.top[0][1] <= choice.log_r
-
-
-def _post_processed(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer's post-processor puts before a text; the engine's own reading of a text
-    leaves it out.
-    """
-    backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
-    plain = backend.encode("a", add_special_tokens=False).ids
-    whole = backend.encode("a").ids
-    after = len(whole) - len(plain)
-    starts = [at for at in range(after + 1) if whole[at : at + len(plain)] == plain]
-    return whole[: starts[0]] if starts else []

@@ -86,14 +86,17 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, *, own_key_value: bool = False) -> None:
         super().__init__()
         self.config = config
-        # Whether p is trained to predict, so that the model can run with the auxiliary off.
-        self.has_primary_readout = config.readout.kind != "aux_only"
         self.model = Backbone(config, own_key_value=own_key_value)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # What ``model.quantise`` made of the matrices; None: they are floats.
         self.quantised: QuantisedFormat | None = None
         self.tie_head()
         self._checkpointing = False
+
+    @property
+    def has_primary_readout(self) -> bool:
+        """Whether the model can run with the auxiliary off."""
+        return self.config.has_primary_readout
 
     @property
     def device(self) -> torch.device:

@@ -21,7 +21,6 @@ class PHD2LM(CausalLM):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, own_key_value=True)
-        self.has_primary_readout = False
 
     def embed_aux(self, tokens_A: Tensor) -> Tensor:
         return self.model.embed_tokens(tokens_A)[None]

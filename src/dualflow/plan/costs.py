@@ -15,6 +15,13 @@ Conventions, the same for every variant:
   sequences of ``context`` tokens, causal attention counted half; the backward is twice the forward.
   Recomputation (activation checkpointing, the chunked loss) trades time for memory and is not
   counted.
+- **Training with a frozen primary** is the primary's forward alone, and for the auxiliary its
+  forward, the gradients that pass through its products, and gradients of the weights it owns. A
+  product whose input has nothing trained before it passes no gradient on. Attention's backward is
+  for the queries alone, as large as its forward; fused kernels may compute those of the frozen keys
+  and values too.
+- **Sliding layers** attend at most their window: min(window, context) keys in decoding, over a
+  whole sequence window − window²/2·context on average (context/2 where the window is wider).
 
 Formulas: one layer costs 2(D·NH + 2·D·KH + NH·D + 3·D·F) for a primary row, the same less 2·2·D·KH
 (no key, no value) for an auxiliary row, and 4·NH·keys for attention; the head costs 2·D·V. Ungated
@@ -22,72 +29,22 @@ MLPs have 2·D·F for 3·D·F. Letters as in docs/shapes.md.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Literal
 
-from dualflow.spec import AuxConfig, ModelConfig, Owned
+from dualflow.plan.flops import FlopBreakdown, FlowFlops, attention_of, product
+from dualflow.plan.frozen import frozen_aux
+from dualflow.spec import AuxConfig, ModelConfig, Owned, parameter_counts
+
+Trainable = Literal["all", "aux"]
+"""Which tensors training changes: every one, or the auxiliary's alone."""
+
+Keys = Callable[[int | None], float]
+"""Keys that a row attends in a layer of this window (None: of every key up to its own)."""
 
 BACKWARD_PER_FORWARD = 2
 """The backward of a matrix product is two products of its size: for its input and for its weight.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlopBreakdown:
-    """FLOPs per token by the place they are spent.
-
-    qkv:        query, key and value projections.
-    o:          attention's output projection.
-    attention:  scores and weighted values.
-    mlp:        the MLP's two or three matrices.
-    head:       the output matrix; for two_softmax also the D × D product that makes the second
-                state.
-    """
-
-    qkv: float = 0.0
-    o: float = 0.0
-    attention: float = 0.0
-    mlp: float = 0.0
-    head: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """The sum over all places."""
-        return self.qkv + self.o + self.attention + self.mlp + self.head
-
-    def __add__(self, other: "FlopBreakdown") -> "FlopBreakdown":
-        return FlopBreakdown(
-            qkv=self.qkv + other.qkv,
-            o=self.o + other.o,
-            attention=self.attention + other.attention,
-            mlp=self.mlp + other.mlp,
-            head=self.head + other.head,
-        )
-
-    def __mul__(self, factor: float) -> "FlopBreakdown":
-        return FlopBreakdown(
-            qkv=self.qkv * factor,
-            o=self.o * factor,
-            attention=self.attention * factor,
-            mlp=self.mlp * factor,
-            head=self.head * factor,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlowFlops:
-    """FLOPs per token by flow.
-
-    primary: what the standard twin would spend, less the head row that the readout does not need.
-    aux:     everything beside it: all auxiliary flows, PHD-2's copy, or the second softmax.
-    """
-
-    primary: FlopBreakdown
-    aux: FlopBreakdown = FlopBreakdown()
-
-    @property
-    def total(self) -> float:
-        """Both flows together."""
-        return self.primary.total + self.aux.total
 
 
 def prefill_flops_per_token(config: ModelConfig, context: int) -> float:
@@ -104,9 +61,11 @@ def decode_flops_per_token(config: ModelConfig, context: int, aux: bool = True) 
     return decode_flops(config, context, aux).total
 
 
-def train_flops_per_token(config: ModelConfig, context: int) -> float:
-    """FLOPs per training token, forward and backward, at sequences of ``context`` tokens."""
-    return train_flops(config, context).total
+def train_flops_per_token(config: ModelConfig, context: int, trainable: Trainable = "all") -> float:
+    """FLOPs per training token, forward and backward, at sequences of ``context`` tokens;
+    ``trainable="aux"``: with the primary frozen.
+    """
+    return train_flops(config, context, trainable).total
 
 
 def kv_bytes_per_token(config: ModelConfig, bytes_per_element: int = 4) -> int:
@@ -121,33 +80,43 @@ def kv_bytes_per_token(config: ModelConfig, bytes_per_element: int = 4) -> int:
 def prefill_flops(config: ModelConfig, context: int) -> FlowFlops:
     """``prefill_flops_per_token`` by flow and place."""
     _require_context(context)
-    return FlowFlops(primary=_layers(config, context / 2) + _head(config) * (1 / context))
+    return FlowFlops(primary=_layers(config, _mean_keys(context)) + _head(config) * (1 / context))
 
 
 def decode_flops(config: ModelConfig, context: int, aux: bool = True) -> FlowFlops:
     """``decode_flops_per_token`` by flow and place."""
     _require_context(context)
-    if not aux and (config.variant == "phd2" or config.readout.kind == "aux_only"):
+    if not aux and not config.has_primary_readout:
         what = "variant 'phd2'" if config.variant == "phd2" else "readout 'aux_only'"
         raise ValueError(
             f"the auxiliary cannot be switched off: {what} reads no distribution from the primary; "
             "count with aux=True"
         )
-    reads_aux = aux and _reads_aux(config)
-    primary = _layers(config, context)
+    keys, reads_aux = _last_keys(context), aux and _reads_aux(config)
+    primary = _layers(config, keys)
     if not reads_aux or _mixes(config):
         primary += _head(config)
-    return FlowFlops(primary=primary, aux=_aux(config, context) if reads_aux else FlopBreakdown())
+    return FlowFlops(primary=primary, aux=_aux(config, keys) if reads_aux else FlopBreakdown())
 
 
-def train_flops(config: ModelConfig, context: int) -> FlowFlops:
-    """``train_flops_per_token`` by flow and place."""
+def train_flops(config: ModelConfig, context: int, trainable: Trainable = "all") -> FlowFlops:
+    """``train_flops_per_token`` by flow and place.
+
+    Raises ``ValueError`` where ``trainable`` is ``aux`` and training has none to change.
+    """
     _require_context(context)
-    reads_aux = _reads_aux(config)
-    primary = _layers(config, context / 2)
+    keys, reads_aux = _mean_keys(context), _reads_aux(config)
+    primary = _layers(config, keys)
     if not reads_aux or _mixes(config) or config.readout.primary_loss_weight > 0:
         primary += _head(config)
-    aux = _aux(config, context / 2) if reads_aux else FlopBreakdown()
+    if trainable == "aux":
+        if not reads_aux or not parameter_counts(config).aux:
+            raise ValueError(
+                f"this {config.variant} model (readout {config.readout.kind!r}) has no auxiliary "
+                "tensors to train beside a frozen primary; count with trainable='all'"
+            )
+        return FlowFlops(primary=primary, aux=frozen_aux(config, keys))
+    aux = _aux(config, keys) if reads_aux else FlopBreakdown()
     passes = 1 + BACKWARD_PER_FORWARD
     return FlowFlops(primary=primary * passes, aux=aux * passes)
 
@@ -164,42 +133,57 @@ def _reads_aux(config: ModelConfig) -> bool:
 
 def _mixes(config: ModelConfig) -> bool:
     """Whether r is made of p and q, so that both need a head row."""
-    return config.variant in ("dual", "two_softmax") and config.readout.kind == "mixture"
+    mixes = config.readout.kind in ("mixture", "learned")
+    return config.variant in ("dual", "two_softmax") and mixes
 
 
-def _product(rows: int, columns: int) -> int:
-    """One row times a [rows, columns] matrix."""
-    return 2 * rows * columns
+def _last_keys(context: int) -> Keys:
+    """Keys of the last of ``context`` positions, itself included."""
+    return lambda window: context if window is None else min(window, context)
 
 
-def _layers(config: ModelConfig, keys: float, writes_kv: bool = True) -> FlopBreakdown:
-    """All layers for one row that attends ``keys`` keys; an auxiliary row writes no key and no
-    value.
+def _mean_keys(context: int) -> Keys:
+    """Keys of a position, the mean over a sequence of ``context``."""
+
+    def keys(window: int | None) -> float:
+        if window is None or window >= context:
+            return context / 2
+        return window - window * window / (2 * context)
+
+    return keys
+
+
+def _layers(
+    config: ModelConfig, keys: Keys, writes_kv: bool = True, own_keys: int = 0
+) -> FlopBreakdown:
+    """All layers for one row that attends ``keys`` of each layer's window, and ``own_keys`` beside
+    them; an auxiliary row writes no key and no value.
     """
     width = config.hidden_size
     query, key = config.num_heads * config.head_size, config.kv_heads * config.head_size
     per_layer = FlopBreakdown(
-        qkv=_product(width, query) + (2 * _product(width, key) if writes_kv else 0),
-        o=_product(query, width),
-        attention=2 * 2 * query * keys,
-        mlp=(3 if config.gated else 2) * _product(width, config.intermediate_size),
+        qkv=product(width, query) + (2 * product(width, key) if writes_kv else 0),
+        o=product(query, width),
+        mlp=(3 if config.gated else 2) * product(width, config.intermediate_size),
     )
-    return per_layer * config.num_layers
+    attended = sum(keys(config.window_of(n)) + own_keys for n in range(config.num_layers))
+    attention = attention_of(config, attended)
+    return dataclasses.replace(per_layer * config.num_layers, attention=attention)
 
 
 def _head(config: ModelConfig) -> FlopBreakdown:
     """One head row; padding rows of the vocabulary are multiplied like the others."""
-    return FlopBreakdown(head=_product(config.hidden_size, config.vocab_size))
+    return FlopBreakdown(head=product(config.hidden_size, config.vocab_size))
 
 
-def _aux(config: ModelConfig, keys: float) -> FlopBreakdown:
+def _aux(config: ModelConfig, keys: Keys) -> FlopBreakdown:
     """What one position runs beside the primary, its head rows included."""
     if config.variant == "two_softmax":
-        second_state = FlopBreakdown(head=_product(config.hidden_size, config.hidden_size))
+        second_state = FlopBreakdown(head=product(config.hidden_size, config.hidden_size))
         return second_state + _head(config)
     if config.variant == "phd2":
         # A copy attends the originals up to its position and, beyond them, itself.
-        return _layers(config, keys + 1) + _head(config)
+        return _layers(config, keys, own_keys=1) + _head(config)
     assert config.flows is not None
     flow = _layers(config, keys, writes_kv=False) + _head(config) + _lora(config, config.flows)
     return flow * config.flows.num_flows
@@ -212,7 +196,7 @@ def _lora(config: ModelConfig, flows: AuxConfig) -> FlopBreakdown:
     width, query = config.hidden_size, config.num_heads * config.head_size
 
     def adapter(owned: Owned, inputs: int, outputs: int, matrices: int = 1) -> int:
-        return matrices * _product(flows.lora_rank, inputs + outputs) if owned in flows.owns else 0
+        return matrices * product(flows.lora_rank, inputs + outputs) if owned in flows.owns else 0
 
     per_layer = FlopBreakdown(
         qkv=adapter("q_proj", width, query),

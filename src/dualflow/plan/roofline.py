@@ -71,9 +71,8 @@ def model_work(
     config: ModelConfig, bytes_per_weight: float = 4, bytes_per_kv: float = 4
 ) -> ModelWork:
     """The work of ``config``'s passes, its weights and its cache held in so many bytes each."""
-    has_primary = config.variant != "phd2" and config.readout.kind != "aux_only"
     one = decode_flops(config, 1)
-    alone = decode_flops(config, 1, aux=False) if has_primary else one
+    alone = decode_flops(config, 1, aux=False) if config.has_primary_readout else one
     per_key = alone.primary.attention
     width, query = config.hidden_size, config.num_heads * config.head_size
     key = config.kv_heads * config.head_size

@@ -5,14 +5,16 @@ from collections.abc import Callable
 
 from dualflow.recipes.demo import demo
 from dualflow.recipes.matched_tokens import EQUAL_FLOPS, LADDER, matched_tokens
+from dualflow.recipes.retrofit import retrofit
 from dualflow.recipes.shipped import shipped
 from dualflow.train.config import RunConfig
 
-__all__ = ["RECIPES", "demo", "matched_tokens", "recipe", "shipped"]
+__all__ = ["RECIPES", "demo", "matched_tokens", "recipe", "retrofit", "shipped"]
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "demo-standard": lambda: demo("standard"),
     "demo-dual": lambda: demo("dual"),
+    "retrofit": retrofit,
     "shipped": shipped,
     **{
         f"matched-tokens-{name}": lambda name=name: matched_tokens(name)

@@ -74,18 +74,26 @@ class ReadoutConfig:
                           with α = σ(w · [1, logit Σp², logit Σq²]) and w three learned numbers of
                           the auxiliary (ours; for retrofits, where α ≥ ½ holds q back).
     alpha_gradient:       whether the gradient flows through α (ours).
+    standalone_primary:   of ``aux_only``: p is a model in its own right all the same, as in a
+                          retrofit, so that the auxiliary may be left out.
     primary_loss_weight:  λ in loss = −log r − λ log p (ours); above 0 it keeps p usable with the
                           auxiliary off.
     """
 
     kind: Literal["mixture", "aux_only", "primary_only", "learned"] = "mixture"
     alpha_gradient: bool = True
+    standalone_primary: bool = False
     primary_loss_weight: float = 0.0
 
     def __post_init__(self) -> None:
         require(
             self.primary_loss_weight >= 0,
             f"primary_loss_weight is {self.primary_loss_weight}; expected 0 or more",
+        )
+        require(
+            self.kind == "aux_only" or not self.standalone_primary,
+            f"standalone_primary is set, but kind is {self.kind!r}, where p always stands for "
+            "itself; it belongs to 'aux_only'",
         )
 
 
@@ -286,6 +294,12 @@ class ModelConfig:
         other variant.
         """
         return (self.aux or _DEFAULT_AUX) if self.variant == "dual" else None
+
+    @property
+    def has_primary_readout(self) -> bool:
+        """Whether p is a distribution to predict from, so that the auxiliary can be left out."""
+        trained = self.readout.kind != "aux_only" or self.readout.standalone_primary
+        return self.variant != "phd2" and trained
 
     @property
     def num_real_tokens(self) -> int:

@@ -69,6 +69,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     "primary_loss": {"readout": ReadoutConfig(primary_loss_weight=0.3)},
     "fixed_alpha_gradient": {"readout": ReadoutConfig(alpha_gradient=False)},
     "primary_only": {"readout": ReadoutConfig(kind="primary_only")},
+    "standalone_primary": {"readout": ReadoutConfig(kind="aux_only", standalone_primary=True)},
     "learned_alpha": {"readout": ReadoutConfig(kind="learned")},
     "query_coupling": {"aux": AuxConfig(couplings=("query",))},
     "intermediate_coupling": {"aux": AuxConfig(couplings=("intermediate",))},

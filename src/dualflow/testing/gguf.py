@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from dualflow.data.tokenizers import bytes_tokenizer
-from dualflow.spec import ModelConfig
+from dualflow.spec import ModelConfig, RopeScaling
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 USER_DEFINED = ("<think>",)
@@ -43,12 +43,47 @@ def tiny_vocabulary() -> list[str]:
 VOCAB_SIZE = len(CONTROL) + len(USER_DEFINED) + 256 + len(MERGES)
 
 
+FAMILY_SWITCHES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_max_position=32),
+        "tie_embeddings": True,
+    },
+    "qwen2": {
+        "attention_bias": True,
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=32),
+    },
+    "qwen3": {"qk_norm": True, "head_dim": 16, "rope_theta": 1e6},
+    "gemma": {"mlp": "geglu", "scale_embeddings": True, "tie_embeddings": True,
+              "norm_offset": True, "head_dim": 12},
+    "gemma2": {"mlp": "geglu", "scale_embeddings": True, "tie_embeddings": True,
+               "norm_offset": True, "norm_placement": "both", "sliding_window": 20,
+               "sliding_layers": (0, 2), "attention_softcap": 50.0, "final_softcap": 30.0},
+    "gemma3": {"mlp": "geglu", "scale_embeddings": True, "tie_embeddings": True,
+               "norm_offset": True, "norm_placement": "both", "qk_norm": True, "head_dim": 16,
+               "sliding_window": 20, "sliding_layers": (0, 1, 2, 3, 4), "num_layers": 6,
+               "rope_theta": 1e6, "local_rope_theta": 10000.0,
+               "rope_scaling": RopeScaling(kind="linear", factor=8.0)},
+    "gpt2": {"norm": "layernorm", "position": "learned", "mlp": "gelu", "tie_embeddings": True,
+             "attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_span": "row"},
+}  # fmt: skip
+"""By llama.cpp's name of the architecture: what its models have beside sizes."""
+
+
+def family_config(architecture: str, heads: int = 8, kv_heads: int = 2) -> ModelConfig:
+    """A tiny model of one of llama.cpp's architectures, with most of what it can have."""
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 8 * heads, "num_layers": 3, "num_heads": heads,
+        "num_kv_heads": None if architecture == "gpt2" else kv_heads, "intermediate_size": 96,
+        "max_position": 128, "norm_eps": 1e-5,
+    }  # fmt: skip
+    return ModelConfig(**{**sizes, **FAMILY_SWITCHES[architecture]})
+
+
 def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
     """The keys of a file for ``config``, whose vocabulary has ``VOCAB_SIZE`` ids or more: those
     beyond are padding.
     """
-    padding = config.vocab_size - VOCAB_SIZE
-    kinds = [3] * len(CONTROL) + [4] * len(USER_DEFINED) + [1] * (256 + len(MERGES)) + [5] * padding
     metadata = {
         "general.name": "tiny",
         "general.file_type": 0,
@@ -62,6 +97,18 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
         "llama.rope.freq_base": config.rope_theta,
         "llama.rope.dimension_count": config.head_size,
         "llama.vocab_size": config.vocab_size,
+        **tokenizer_metadata(config.vocab_size - VOCAB_SIZE),
+    }
+    if config.head_dim is not None:
+        metadata["llama.attention.key_length"] = config.head_dim
+        metadata["llama.attention.value_length"] = config.head_dim
+    return metadata
+
+
+def tokenizer_metadata(padding: int = 0) -> dict[str, Any]:
+    """The tokenizer's keys; the last ``padding`` ids only fill the vocabulary up."""
+    kinds = [3] * len(CONTROL) + [4] * len(USER_DEFINED) + [1] * (256 + len(MERGES)) + [5] * padding
+    return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": [*tiny_vocabulary(), *(f"[PAD{i}]" for i in range(padding))],
@@ -72,10 +119,6 @@ def gguf_metadata(config: ModelConfig) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": TEMPLATE,
     }
-    if config.head_dim is not None:
-        metadata["llama.attention.key_length"] = config.head_dim
-        metadata["llama.attention.value_length"] = config.head_dim
-    return metadata
 
 
 def gguf_tensors(config: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Any]:

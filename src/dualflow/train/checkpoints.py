@@ -5,8 +5,9 @@ the last bit.
 
 * ``trainer.safetensors``: the optimizers' state under ``optimizer/``, the random generators' under
   ``random/``;
-* ``trainer.json``: step, tokens, seconds, the loader's position, the last validation, the run's
-  identity, a digest of every file of tensors.
+* ``trainer.json``: step, tokens, seconds, the loader's position, the last validation and the one
+  before the first step, the run's identity, the number formats its model is stored in at the end,
+  a digest of every file of tensors.
 
 ``checkpoints/latest`` names the newest one.
 """
@@ -23,10 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from dualflow.checkpoint.atomic import atomic_folder, write_atomic
+from dualflow.checkpoint.companions import read_companions, write_companions
 from dualflow.checkpoint.locate import is_model_folder, read_json
-from dualflow.checkpoint.store import write_model
-from dualflow.checkpoint.tensors import load_tensors, save_tensors
+from dualflow.checkpoint.store import read_primary_config, write_model
+from dualflow.checkpoint.tensors import FLOATS, load_tensors, save_tensors
 from dualflow.train.config import RunConfig
+from dualflow.train.initial import Origin
 from dualflow.train.optimizers import Optimizers
 from dualflow.train.parallel import Parallel
 from dualflow.train.run_folder import RunFolder, write_json
@@ -43,12 +46,14 @@ class Progress:
     train_seconds:  wall time spent in optimizer steps; validation, saving and compilation are not
                     in it.
     validation:     the last validation's metrics record.
+    initial_validation: that of the model the run began from, before the first step.
     """
 
     step: int = 0
     tokens: int = 0
     train_seconds: float = 0.0
     validation: dict[str, Any] | None = None
+    initial_validation: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class TrainerState:
     loader: dict[str, Any]
     config: dict[str, Any]
     fingerprint: str
+    origin: Origin
     tensors: dict[str, Tensor] = field(repr=False)
 
 
@@ -70,7 +76,7 @@ def save_checkpoint(
     loader: Mapping[str, Any],
     config: RunConfig,
     *,
-    tokenizer_json: str | Path | None,
+    origin: Origin,
     parallel: Parallel,
 ) -> Path | None:
     """Write ``step-N``, point ``latest`` at it, remove all but the newest ``train.keep_last``; rank
@@ -85,9 +91,7 @@ def save_checkpoint(
         return None
     folder = checkpoints / f"step-{progress.step:08d}"
     with atomic_folder(folder, replaceable=is_model_folder) as temporary:
-        write_model(
-            model, temporary, tokenizer_json=tokenizer_json, metrics=losses_of(progress.validation)
-        )
+        write_folder(model, temporary, origin, losses_of(progress.validation))
         save_tensors(temporary / "trainer.safetensors", tensors)
         header = {
             "format_version": FORMAT_VERSION,
@@ -96,6 +100,7 @@ def save_checkpoint(
             "loader": dict(loader),
             "fingerprint": config.fingerprint(),
             "config": config.identity(),
+            "stored_as": {"main": origin.main_format, "others": dict(origin.formats)},
         }
         write_json(temporary / "trainer.json", header)
     write_atomic(
@@ -103,6 +108,14 @@ def save_checkpoint(
     )
     _prune(checkpoints, config.train.keep_last, newest=folder)
     return folder
+
+
+def write_folder(
+    model: nn.Module, folder: Path, origin: Origin, metrics: Mapping[str, Any] | None
+) -> None:
+    """Write a run's model into an existing ``folder``, with all that goes along with it."""
+    write_model(model, folder, metrics=metrics, primary_config=origin.primary_config)
+    write_companions(folder, origin.companions)
 
 
 def find_checkpoint(checkpoints: Path) -> Path | None:
@@ -139,6 +152,7 @@ def read_checkpoint(folder: Path, config: RunConfig) -> TrainerState:
             _field(header, "loader", dict),
             _field(header, "config", dict),
             _field(header, "fingerprint", str),
+            _origin(folder, header),
             tensors,
         )
     except (OSError, ValueError) as error:
@@ -151,18 +165,33 @@ def read_checkpoint(folder: Path, config: RunConfig) -> TrainerState:
 
 
 def _progress(header: Mapping[str, Any]) -> Progress:
-    validation = _field(header, "validation", dict, type(None))
-    if validation is not None:
-        for name in ("step", "tokens"):
-            _field(validation, name, int)
-        for name in ("loss", "loss_p", "loss_q"):
-            _field(validation, name, int, float, type(None))
+    before = {"initial_validation": None, **header}  # the first versions did not write it
     return Progress(
         step=_field(header, "step", int),
         tokens=_field(header, "tokens", int),
         train_seconds=_field(header, "train_seconds", int, float),
-        validation=validation,
+        validation=_validation(header, "validation"),
+        initial_validation=_validation(before, "initial_validation"),
     )
+
+
+def _validation(header: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    validation = _field(header, name, dict, type(None))
+    if validation is not None:
+        for counted in ("step", "tokens"):
+            _field(validation, counted, int)
+        for loss in ("loss", "loss_p", "loss_q"):
+            _field(validation, loss, int, float, type(None))
+    return validation
+
+
+def _origin(folder: Path, header: Mapping[str, Any]) -> Origin:
+    stored_as = _field({"stored_as": {"main": None, "others": {}}, **header}, "stored_as", dict)
+    main = _field(stored_as, "main", str, type(None))
+    others = _field(stored_as, "others", dict)
+    if wrong := [kind for kind in (main or "F32", *others.values()) if str(kind) not in FLOATS]:
+        raise ValueError(f"stored_as names {wrong[0]!r}; expected any of {', '.join(FLOATS)}")
+    return Origin(read_companions(folder), read_primary_config(folder), main, others)
 
 
 def _field(table: Mapping[str, Any], name: str, *kinds: type) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from dualflow import config as configuration
 from dualflow import spec
 from dualflow.config import ConfigError
 from dualflow.data.config import DataConfig
-from dualflow.spec import ModelConfig
+from dualflow.spec import ModelConfig, parameter_counts
 
 
 def _require(condition: bool, message: str) -> None:
@@ -29,6 +29,12 @@ def _require_at_least(config: Any, least: float, *fields: str) -> None:
         _require(value is None or value >= least, f"{name} is {value}; expected at least {least:g}")
 
 
+Trainable = Literal["all", "aux"]
+
+INITIAL_MODEL = "initial_model"
+"""As ``data.tokenizer``: the tokenizer of the model that the run begins from."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """What updates which parameter (``train/optimizers.py`` holds the rule) and how strongly.
@@ -38,6 +44,8 @@ class OptimizerConfig:
     lr:               peak learning rate of AdamW.
     muon_lr:          peak learning rate of Muon.
     embedding_lr:     peak learning rate of embeddings (a tied head is one); None: ``lr``.
+    vector_lr:        peak learning rate of gains, biases, couplings and a learned readout; None:
+                      ``lr``.
     weight_decay:     decoupled decay of AdamW's matrices; embeddings, gains, biases and couplings
                       never decay.
     muon_weight_decay: decoupled decay of Muon's matrices; None: ``weight_decay``.
@@ -52,6 +60,7 @@ class OptimizerConfig:
     lr: float = 3e-3
     muon_lr: float = 0.02
     embedding_lr: float | None = None
+    vector_lr: float | None = None
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -63,7 +72,7 @@ class OptimizerConfig:
     grad_clip: float | None = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("lr", "muon_lr", "embedding_lr", "eps", "grad_clip"):
+        for name in ("lr", "muon_lr", "embedding_lr", "vector_lr", "eps", "grad_clip"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} is {value}; expected more than 0")
         _require_at_least(self, 0, "weight_decay", "muon_weight_decay")
@@ -105,8 +114,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, in what portions and on what machine.
+    """What is trained, how long, in what portions and on what machine.
 
+    trainable:         ``aux``: the auxiliary's tensors alone; the primary is frozen, and no
+                       gradient, optimizer state or backward pass is spent on it.
     steps:             optimizer steps of the whole run.
     batch_size:        sequences of one optimizer step, over all ranks.
     micro_batch_size:  sequences of one forward and backward pass on one rank; None: the rank's
@@ -127,6 +138,7 @@ class TrainConfig:
     wandb_project:     send the metrics to Weights & Biases under this project; None: do not.
     """
 
+    trainable: Trainable = "all"
     steps: int
     batch_size: int = 16
     micro_batch_size: int | None = None
@@ -164,10 +176,18 @@ _MOST_THREADS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One complete run. Runs of equal ``fingerprint()`` have the same losses, up to rounding."""
+    """One complete run. Runs of equal ``fingerprint()`` have the same losses, up to rounding.
+
+    initial_model:   folder of the model, or of the run, that training begins from; None: values
+                     drawn by ``seed``. ``model`` is then that model's config, but for what
+                     ``train/initial.py`` lets differ.
+    initial_digest:  identity of that model by content; filled in when the run begins.
+    """
 
     name: str
     seed: int = 0
+    initial_model: str | None = None
+    initial_digest: str | None = None
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -186,15 +206,35 @@ class RunConfig:
             f"data.sequence_length is {self.data.sequence_length}, but the model has positions for "
             f"{self.model.max_position} (model.max_position)",
         )
+        _require(self.initial_model != "", "initial_model is empty")
+        _require(
+            self.initial_model is not None or self.data.tokenizer != INITIAL_MODEL,
+            f"data.tokenizer is {INITIAL_MODEL!r}, but there is no initial_model to take it from",
+        )
+        if self.train.trainable == "aux":
+            self._check_aux_is_trainable()
+
+    def _check_aux_is_trainable(self) -> None:
+        _require(
+            parameter_counts(self.model).aux > 0,
+            f"train.trainable is 'aux', but this {self.model.variant!r} model has no tensors of an "
+            "auxiliary; add an auxiliary flow with `dualflow retrofit` first",
+        )
+        _require(
+            self.model.readout.kind != "primary_only",
+            "train.trainable is 'aux', but model.readout.kind 'primary_only' reads nothing from "
+            "the auxiliary; choose another readout",
+        )
 
     def identity(self) -> dict[str, Any]:
         """The fields that decide the losses, flat: ``{"optimizer.lr": 0.003, ...}``.
 
         Left out: the name, and what only decides where, how fast, or how often something is
-        written.
+        written. A model to begin from counts by its content, wherever it lies.
         """
         flat = _flatten(configuration.to_dict(self))
-        free = {"name", "data.cache_dir", *(f"train.{name}" for name in _FREE_TRAIN_FIELDS)}
+        free = {"name", "initial_model", "data.cache_dir"}
+        free |= {f"train.{name}" for name in _FREE_TRAIN_FIELDS}
         return {key: value for key, value in flat.items() if key not in free}
 
     def fingerprint(self) -> str:
@@ -211,34 +251,78 @@ _FREE_TRAIN_FIELDS = frozenset({
 # fmt: on
 
 
-def read_run_config(path: str | Path, base: RunConfig | None = None) -> RunConfig:
+def read_run_config(
+    path: str | Path, base: RunConfig | None = None, assignments: Iterable[str] = ()
+) -> RunConfig:
     """The run a TOML file (or a run's config.json) describes, laid over ``base`` where one is
-    given.
+    given, with ``--set`` ``assignments`` laid over both.
 
     ``[model]`` may begin with ``preset = "demo"`` (any name of ``spec.PRESETS``); its other keys
-    then override the preset's. Raises ``ConfigError`` that names the key.
+    then override the preset's. With ``initial_model`` the model is the one in that folder, and
+    ``[model]`` may be left out or name what is to be read out otherwise; ``data.tokenizer`` is then
+    that model's own unless it is given. Raises ``ConfigError`` that names the key, and
+    ``ValueError`` where there is no such model.
     """
     path = Path(path)
     table = _read_json(path) if path.suffix == ".json" else configuration.read_toml(path)
-    model = table.get("model")
-    if isinstance(model, Mapping) and "preset" in model:
-        changes = {key: value for key, value in model.items() if key != "preset"}
-        try:
-            chosen = spec.preset(str(model["preset"]))
-        except ValueError as error:
-            raise ConfigError(f"model.preset: {error}") from error
-        table["model"] = configuration.to_dict(configuration.merge(chosen, changes))
     table.setdefault("name", base.name if base else path.stem)
-    return (
-        configuration.from_dict(RunConfig, table)
-        if base is None
-        else configuration.merge(base, table)
-    )
+    return _compose(base, configuration.overlay(table, _assigned(assignments)))
+
+
+def with_assignments(config: RunConfig, assignments: Iterable[str]) -> RunConfig:
+    """``config`` with ``--set`` assignments laid over it; raises as ``read_run_config`` does."""
+    return _compose(config, _assigned(assignments))
+
+
+def _assigned(assignments: Iterable[str]) -> dict[str, Any]:
+    changes = configuration.assigned(assignments)
+    if "initial_model" in changes:
+        changes.setdefault("initial_digest", None)  # that of the one named before is not its own
+    return changes
+
+
+def _compose(base: RunConfig | None, table: Mapping[str, Any]) -> RunConfig:
+    table = _with_named_model(table)
+    if base is None:
+        return configuration.from_dict(RunConfig, table)
+    return configuration.merge(base, table)
+
+
+def _with_named_model(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``table`` with the whole model of the folder or the preset that it names."""
+    model, folder = table.get("model", {}), table.get("initial_model")
+    preset = model.get("preset") if isinstance(model, Mapping) else None
+    if isinstance(folder, str) and folder and table.get("initial_digest") is None:
+        if preset is not None:
+            raise ConfigError("model.preset and initial_model exclude each other; leave one out")
+        return _with_initial_model(table, folder)
+    if preset is None:
+        return table
+    try:
+        chosen = spec.preset(str(preset))
+    except ValueError as error:
+        raise ConfigError(f"model.preset: {error}") from error
+    changes = {key: value for key, value in model.items() if key != "preset"}
+    whole = configuration.to_dict(configuration.merge(chosen, changes))
+    return {**table, "model": whole}
+
+
+def _with_initial_model(table: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    # Not above: checkpoints need torch, a configuration does not.
+    from dualflow.train.initial import initial_config, initial_digest
+
+    model = initial_config(folder, table.get("model", {}))
+    whole = configuration.overlay(table, {"model": configuration.to_dict(model)})
+    whole["initial_digest"] = initial_digest(folder)
+    data = whole.get("data", {})
+    if isinstance(data, Mapping):  # what is no table is told by who reads it
+        whole["data"] = {"tokenizer": INITIAL_MODEL, **data}
+    return whole
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
     """``config`` fitted to a tokenizer of ``vocab_size`` ids: ids the text cannot have become
-    padding rows.
+    padding rows, but for a model that was there before.
 
     Raises ``ConfigError`` where the model has too few rows.
     """
@@ -248,7 +332,7 @@ def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
             f"{config.model.num_real_tokens} (model.vocab_size); "
             f"set model.vocab_size to at least {vocab_size}"
         )
-    if vocab_size == config.model.num_real_tokens:
+    if vocab_size == config.model.num_real_tokens or config.initial_model is not None:
         return config
     model = dataclasses.replace(config.model, real_vocab_size=vocab_size)
     return dataclasses.replace(config, model=model)

@@ -2,15 +2,23 @@
 
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dualflow.checkpoint.store import save_model
+from dualflow.checkpoint.atomic import atomic_folder
+from dualflow.checkpoint.locate import is_model_folder
 from dualflow.plan import costs
 from dualflow.spec import parameter_counts
-from dualflow.train.checkpoints import check_finished, losses_of, save_checkpoint
+from dualflow.train.checkpoints import (
+    check_finished,
+    losses_of,
+    save_checkpoint,
+    write_folder,
+)
 from dualflow.train.config import RunConfig
 from dualflow.train.display import Display, Style, open_display
+from dualflow.train.initial import initial_digest, store_as
 from dualflow.train.interrupt import StopSignals, TrainingInterrupted
 from dualflow.train.machine import choose_device, set_up_machine
 from dualflow.train.parallel import Parallel, join_ranks, leave_ranks
@@ -33,6 +41,7 @@ def run_training(
     try:
         with held(folder) if parallel.is_main else nullcontext():
             resumed = _claim(folder, parallel, resume, overwrite)
+            config = _with_digest(config, folder, resumed)
             if resumed and (result := folder.read_result()) is not None:
                 check_finished(folder, config)
                 display.note(f"{folder.path} is finished already")
@@ -54,6 +63,22 @@ def _claim(folder: RunFolder, parallel: Parallel, resume: Resume, overwrite: boo
     return parallel.any(resumed)
 
 
+def _with_digest(config: RunConfig, folder: RunFolder, resumed: bool) -> RunConfig:
+    """``config`` with the identity of the model it begins from, where it came without. A run that
+    is there knows it, should that model be gone.
+    """
+    if config.initial_model is None or config.initial_digest is not None:
+        return config
+    try:
+        digest = initial_digest(config.initial_model)
+    except ValueError:
+        recorded = folder.read_config() if resumed else None
+        if recorded is None or recorded.initial_model != config.initial_model:
+            raise
+        digest = recorded.initial_digest
+    return replace(config, initial_digest=digest)
+
+
 def _train(run: Run, display: Display) -> dict[str, Any]:
     """Take the steps that are left; returns the result. Raises ``TrainingInterrupted`` after saving
     on a signal.
@@ -63,16 +88,17 @@ def _train(run: Run, display: Display) -> dict[str, Any]:
     with StopSignals(display.alert, echoes=run.parallel.world_size > 1) as signals:
         while True:
             over = run.progress.step == run.total_steps
+            begins = run.progress.step == 0 and run.config.initial_model is not None
             # Asked again here, not at the end of a step, so that a run stopped in between makes up
             # for it.
-            if (over or _due(run, train.eval_every)) and not _is_validated(run):
+            if (over or begins or _due(run, train.eval_every)) and not _is_validated(run):
                 _validate(run, display, signals)
             if run.parallel.any(signals.received is not None):
                 _stop(run, signals)
             if _due(run, train.checkpoint_every) and run.saved_step != run.progress.step:
                 _save(run)
             if over:
-                return _finish(run)
+                return _finish(run, display)
             report = _step(run)
             if run.progress.step % train.log_every == 0 or run.progress.step == run.total_steps:
                 _log(run, display, _train_record(run, report))
@@ -131,6 +157,8 @@ def _validate(run: Run, display: Display, signals: StopSignals) -> None:
     position = {"step": run.progress.step, "tokens": run.progress.tokens}
     record = {"kind": "validation", **position, "loss": loss.r, "loss_p": loss.p, "loss_q": loss.q}
     run.progress.validation = record
+    if run.progress.step == 0:
+        run.progress.initial_validation = record
     _log(run, display, record)
 
 
@@ -160,7 +188,7 @@ def _save(run: Run) -> None:
         run.progress,
         run.loader.state_dict(),
         run.config,
-        tokenizer_json=run.data.tokenizer_json,
+        origin=run.origin,
         parallel=run.parallel,
     )
     run.saved_step = run.progress.step
@@ -177,39 +205,47 @@ def _stop(run: Run, signals: StopSignals) -> None:
     )
 
 
-def _finish(run: Run) -> dict[str, Any]:
+def _finish(run: Run, display: Display) -> dict[str, Any]:
     """Write the final model and result.json; returns what the latter holds."""
+    losses, result = losses_of(run.progress.validation), _result(run)
+    if run.parallel.is_main:
+        if note := store_as(run.model, run.origin):
+            display.note(note)
+        with atomic_folder(run.folder.model, replaceable=is_model_folder) as temporary:
+            write_folder(run.model, temporary, run.origin, losses if losses["step"] else None)
+        write_json(run.folder.result, result)
+    run.parallel.barrier()
+    return result
+
+
+def _result(run: Run) -> dict[str, Any]:
+    """What result.json holds."""
     config, state = run.config, run.progress
-    losses = losses_of(state.validation)
-    context = config.data.sequence_length
+    losses, before = losses_of(state.validation), losses_of(state.initial_validation)
+    context, trainable = config.data.sequence_length, config.train.trainable
     counts = parameter_counts(config.model)
-    result = {
+    names = ("val_loss", "val_loss_p", "val_loss_q")
+    initial = {f"{name}_initial": before[name] for name in names}
+    return {
         "name": config.name,
         "variant": config.model.variant,
         "seed": config.seed,
         "tokens": state.tokens,
         "steps": state.step,
-        "val_loss": losses["val_loss"],
-        "val_loss_p": losses["val_loss_p"],
-        "val_loss_q": losses["val_loss_q"],
+        **{name: losses[name] for name in names},
+        **(initial if config.initial_model is not None else {}),
         "params": counts.total,
         "params_primary": counts.primary,
         "params_aux": counts.aux,
+        "params_trainable": counts.aux if trainable == "aux" else counts.total,
+        "trainable": trainable,
         "prefill_flops_per_token": costs.prefill_flops_per_token(config.model, context),
         "decode_flops_per_token": costs.decode_flops_per_token(config.model, context),
-        "train_flops_per_token": costs.train_flops_per_token(config.model, context),
+        "train_flops_per_token": costs.train_flops_per_token(config.model, context, trainable),
         "kv_bytes_per_token": costs.kv_bytes_per_token(config.model),
         "train_seconds": round(state.train_seconds, 3),
         "finished": timestamp(),
     }
-    if run.parallel.is_main:
-        metrics = losses if state.validation else None
-        save_model(
-            run.model, run.folder.model, tokenizer_json=run.data.tokenizer_json, metrics=metrics
-        )
-        write_json(run.folder.result, result)
-    run.parallel.barrier()
-    return result
 
 
 def _due(run: Run, every: int | None) -> bool:

@@ -9,7 +9,8 @@ group           parameters                                              by      
                 those a flow owns too
 ``embeddings``  ``embed_tokens``, ``embed_positions`` of every flow;    AdamW    no
                 a tied head is an embedding
-``vectors``     whatever has one dimension: gains, biases, couplings    AdamW    no
+``vectors``     whatever has one dimension: gains, biases, couplings,   AdamW    no
+                the three numbers of a learned readout
 ``matrices``    what is left: heads, LoRA, the second state of the      AdamW    yes
                 two-softmax control
 ==============  ======================================================  =======  =====
@@ -77,11 +78,8 @@ def _settings(name: str, parameters: tuple[str, ...], config: OptimizerConfig) -
             config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
         )
         return ParameterGroup(name, "muon", config.muon_lr, decay, parameters)
-    lr = (
-        config.embedding_lr
-        if name == "embeddings" and config.embedding_lr is not None
-        else config.lr
-    )
+    own = {"embeddings": config.embedding_lr, "vectors": config.vector_lr}.get(name)
+    lr = config.lr if own is None else own
     decay = config.weight_decay if name in ("hidden", "matrices") else 0.0
     return ParameterGroup(name, "adamw", lr, decay, parameters)
 

@@ -1,17 +1,26 @@
 """Everything a run needs before its first step, built from its configuration."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from dualflow.checkpoint.companions import TOKENIZER
 from dualflow.checkpoint.store import load_model
 from dualflow.data import BatchLoader, PreparedData, prepare
 from dualflow.model import CausalLM, build_model
 from dualflow.train.checkpoints import Progress, find_checkpoint, read_checkpoint, restore
 from dualflow.train.compilation import Loss, compile_loss
-from dualflow.train.config import RunConfig, with_vocabulary
+from dualflow.train.config import INITIAL_MODEL, RunConfig, with_vocabulary
+from dualflow.train.initial import (
+    Origin,
+    check_digest,
+    check_tokenizer,
+    find_initial,
+    load_initial,
+    read_origin,
+)
 from dualflow.train.logs import Sink, check_sinks, open_sinks
 from dualflow.train.machine import autocast_for
 from dualflow.train.optimizers import Optimizers
@@ -47,6 +56,7 @@ class Run:
     """A run between its set-up and its end.
 
     config:       with the model fitted to the data's vocabulary.
+    origin:       what the model keeps of the one that the run began from.
     total_steps:  the step the run ends with: ``train.steps``, or fewer where the data may be read
                   only once.
     saved_step:   the step of the newest checkpoint; None: there is none.
@@ -59,6 +69,7 @@ class Run:
     data: PreparedData
     loader: BatchLoader
     model: CausalLM
+    origin: Origin
     loss: Loss
     autocast: Autocast
     optimizers: Optimizers
@@ -86,14 +97,16 @@ def set_up(
 ) -> Run:
     """Prepare data, build or restore model, optimizers and loader, and write the run's records.
 
-    Raises ``ValueError`` where the configuration does not fit the data, the ranks or the
-    checkpoint.
+    Raises ``ValueError`` where the configuration does not fit data, ranks, model or checkpoint.
     """
     check_sinks(config)
-    data = _prepare_data(config, parallel, note)
-    config = with_vocabulary(config, data.vocab_size)
     checkpoint = find_checkpoint(folder.checkpoints) if resumed else None
+    if checkpoint is None:
+        _check_initial(config, folder)
+    data = _prepare_data(config, checkpoint, parallel, note)
+    config = with_vocabulary(config, data.vocab_size)
     state = read_checkpoint(checkpoint, config) if checkpoint else None
+    origin = state.origin if state else _origin(config, data)
     loader = _training_loader(config, data, parallel)
     torch.manual_seed(config.seed)
     model = _model(config, checkpoint, device)
@@ -101,11 +114,7 @@ def set_up(
     note(optimizers.table())
     rows = _micro_batch_size(config, parallel)
     autocast = autocast_for(config.train.precision, device)
-    loss = compile_loss(
-        model.loss,
-        config.train.compile,
-        lambda function: _trial(function, config, rows, device, autocast),
-    )
+    loss = _loss(model, config, rows, device, autocast)
     optimizers.zero_grad()
     total_steps = _total_steps(config, loader)
     note(f"{loss.note}; {_describe(config, total_steps, data)}")
@@ -116,7 +125,7 @@ def set_up(
     progress = state.progress if state else Progress()
     if parallel.is_main:
         write_records(folder, config, device, parallel.world_size, resumed=resumed)
-        truncate_metrics(folder.metrics, progress.step)
+        truncate_metrics(folder.metrics, progress.step if state else -1)
     return Run(
         config=config,
         folder=folder,
@@ -125,6 +134,7 @@ def set_up(
         data=data,
         loader=loader,
         model=model,
+        origin=origin,
         loss=loss,
         autocast=autocast,
         optimizers=optimizers,
@@ -137,19 +147,59 @@ def set_up(
 
 
 def _model(config: RunConfig, checkpoint: Path | None, device: torch.device) -> CausalLM:
-    """The model in float32, which the optimizers need to keep small updates: fresh, or as it was
-    saved.
+    """The model in float32, which the optimizers need to keep small updates: fresh, the one to
+    begin from, or as it was saved.
     """
     if checkpoint:
         model = load_model(checkpoint, device=device, dtype=torch.float32)
+    elif config.initial_model is not None:
+        model = load_initial(config.initial_model, config.model, device)
     else:
         model = build_model(config.model, seed=config.seed, device=device)
+    if config.train.trainable == "aux":
+        model.freeze_primary()
     model.set_activation_checkpointing(config.train.activation_checkpointing)
     return model.train()
 
 
-def _prepare_data(config: RunConfig, parallel: Parallel, note: Note) -> PreparedData:
-    """The data; one rank fills the cache, the others then find it there."""
+def _check_initial(config: RunConfig, folder: RunFolder) -> None:
+    """Raise ``ValueError`` unless the model to begin from is the one that ``config`` means."""
+    if config.initial_model is None:
+        if config.train.trainable == "aux":
+            raise ValueError(
+                "train.trainable is 'aux', but there is no initial_model: the primary would stay "
+                "as it was drawn; name the folder of the model whose auxiliary is to be trained"
+            )
+        return
+    check_digest(config.initial_model, config.initial_digest)
+    place = find_initial(config.initial_model).resolve()
+    if place.is_relative_to(folder.path.resolve()):
+        raise ValueError(
+            f"initial_model {config.initial_model} lies in the folder of this very run, which it "
+            "would replace; give the run another name (--set name=...)"
+        )
+
+
+def _origin(config: RunConfig, data: PreparedData) -> Origin:
+    """What goes along with a run's model from its first step on."""
+    tokenizer = {TOKENIZER: data.tokenizer_json}
+    if config.initial_model is None:
+        return Origin(tokenizer)
+    check_tokenizer(config.initial_model, data.tokenizer_json, config.data.eos_token)
+    origin = read_origin(config.initial_model)
+    return replace(origin, companions=tokenizer | dict(origin.companions))
+
+
+def _prepare_data(
+    config: RunConfig, checkpoint: Path | None, parallel: Parallel, note: Note
+) -> PreparedData:
+    """The data; one rank fills the cache, the others then find it there. The tokenizer of the model
+    to begin from is in every checkpoint too.
+    """
+    if config.data.tokenizer == INITIAL_MODEL:
+        assert config.initial_model is not None
+        place = checkpoint or find_initial(config.initial_model)
+        config = replace(config, data=replace(config.data, tokenizer=str(place)))
     shown: set[str] = set()
 
     def stage(name: str, _done: int, _total: int) -> None:
@@ -205,6 +255,16 @@ def _total_steps(config: RunConfig, loader: BatchLoader) -> int:
 def _micro_batch_size(config: RunConfig, parallel: Parallel) -> int:
     share = config.train.batch_size // parallel.world_size
     return min(config.train.micro_batch_size or share, share)
+
+
+def _loss(
+    model: CausalLM, config: RunConfig, rows: int, device: torch.device, autocast: Autocast
+) -> Loss:
+    return compile_loss(
+        model.loss,
+        config.train.compile,
+        lambda function: _trial(function, config, rows, device, autocast),
+    )
 
 
 def _trial(

@@ -1,4 +1,4 @@
-"""Llama-family GGUF files: what is read, and what is refused by name."""
+"""GGUF files into models: what is read, and what is refused by name."""
 
 import dataclasses
 from pathlib import Path
@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from dualflow.spec import ModelConfig
+from dualflow.spec import ModelConfig, RopeScaling
 from dualflow.testing.tensors import tiny_model
 
 gguf: Any = pytest.importorskip("gguf")
 
-from dualflow.checkpoint.gguf import import_gguf, unpermute  # noqa: E402
+from dualflow.checkpoint.gguf import import_gguf  # noqa: E402
+from dualflow.checkpoint.gguf_rope import llama3_divisors  # noqa: E402
+from dualflow.checkpoint.gguf_tensors import permute, unpermute  # noqa: E402
 from dualflow.testing.gguf import (  # noqa: E402
     VOCAB_SIZE,
     gguf_metadata,
@@ -47,7 +49,8 @@ def test_float32_files_are_read_bit_for_bit_with_shortest_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("matrix_format", "error", "dtype"),
     [("F16", 1e-3, torch.float32), ("BF16", 8e-3, torch.bfloat16), ("Q8_0", 8e-3, torch.float32),
-     ("Q4_0", 0.15, torch.float32), ("Q4_1", 0.15, torch.float32)],
+     ("Q4_0", 0.15, torch.float32), ("Q4_1", 0.15, torch.float32),
+     ("Q5_0", 0.08, torch.float32), ("Q5_1", 0.08, torch.float32)],
 )  # fmt: skip
 def test_each_format_is_dequantised_where_it_belongs(tmp_path, matrix_format, error, dtype):
     path = write_tiny_gguf(tmp_path / "a.gguf", CONFIG, STATE, matrix_format)
@@ -83,18 +86,23 @@ def test_unpermute_undoes_llama_cpps_order(heads):
     rows = np.arange(8 * 6 * 3, dtype=np.float32).reshape(48, 3)
     permuted = rows.reshape(heads, 2, -1, 3).swapaxes(1, 2).reshape(48, 3)
     assert np.array_equal(unpermute(np.ascontiguousarray(permuted), heads), rows)
+    assert np.array_equal(permute(rows, heads), permuted)
 
 
 @pytest.mark.parametrize(
     ("changes", "found"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
+        ({"llama.rope.scaling.type": "yarn"}, "original_context_length is missing; yarn"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
+        ({"llama.rope.scaling.yarn_beta_fast": 16.0}, "rope.scaling.yarn_beta_fast = 16.0"),
+        ({"llama.rope.freq_base_swa": 5.0}, "llama.rope.freq_base_swa = 5.0"),
+        ({"llama.attn_logit_softcapping": 5.0}, "llama.attn_logit_softcapping = 5.0"),
         ({"llama.expert_count": 8}, "llama.expert_count is 8"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window = 64"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5"),
         ({"qwen2.block_count": 2}, "qwen2.block_count = 2"),
         ({"tokenizer.ggml.precompiled_charsmap": "x"}, "tokenizer.ggml.precompiled_charsmap"),
-        ({"split.count": 2}, "split.count is 2"),
+        ({"split.count": 2}, "says it is one of 2 parts"),
         ({"general.type": "adapter"}, "general.type is 'adapter'"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.block_count": 2**31 - 1}, "llama.block_count is 2,147,483,647, the file has 20"),
@@ -111,6 +119,13 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, found):
     refused(write_tiny_gguf(tmp_path / "a.gguf", CONFIG, STATE, changes=changes), found)
 
 
+def test_sizes_that_no_model_could_have_are_refused(tmp_path):
+    huge = {"llama.embedding_length": 2**31 - 2, "llama.attention.head_count": 2**30,
+            "llama.attention.key_length": 2**31 - 2, "llama.attention.value_length": 2**31 - 2,
+            "llama.rope.dimension_count": 2**31 - 2}  # fmt: skip
+    refused(write_tiny_gguf(tmp_path / "a.gguf", CONFIG, STATE, changes=huge), "cannot be built")
+
+
 def test_values_that_change_nothing_are_allowed(tmp_path):
     changes = {
         "llama.rope.scaling.type": "none",
@@ -118,21 +133,50 @@ def test_values_that_change_nothing_are_allowed(tmp_path):
         "general.license": "x",
         "quantize.imatrix.file": "y",
         "tokenizer.ggml.fim_pre_token_id": 0,
+        "llama.tensor_data_layout": "Meta AI original pth",
+        "llama.rope.scaling.finetuned": True,
     }
     import_gguf(write_tiny_gguf(tmp_path / "a.gguf", CONFIG, STATE, changes=changes))
 
 
 def test_other_architectures_are_named(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", {}, gguf_tensors(CONFIG, STATE), architecture="foo")
-    refused(path, "general.architecture is 'foo'", "supported: 'llama'")
+    refused(
+        path,
+        "general.architecture is 'foo'",
+        "supported: 'llama', 'qwen2', 'qwen3', 'gemma', 'gemma2', 'gemma3', 'gpt2', 'olmo2'",
+    )
 
 
 def test_missing_and_unknown_tensors_are_named(tmp_path):
     tensors = gguf_tensors(CONFIG, STATE)
     del tensors["blk.1.attn_k.weight"]
-    tensors["rope_freqs.weight"] = np.ones(4, np.float32)
+    tensors["blk.0.attn_q_norm.weight"] = np.ones(8, np.float32)
     path = write_gguf(tmp_path / "a.gguf", gguf_metadata(CONFIG), tensors)
-    refused(path, "missing blk.1.attn_k.weight", "not supported rope_freqs.weight")
+    refused(path, "missing blk.1.attn_k.weight", "not supported blk.0.attn_q_norm.weight")
+
+
+def with_rope_freqs(tmp_path: Path, factors: list[float], **changes: Any) -> Path:
+    tensors = gguf_tensors(CONFIG, STATE)
+    tensors["rope_freqs.weight"] = np.array(factors, np.float32)
+    return write_gguf(tmp_path / "a.gguf", {**gguf_metadata(CONFIG), **changes}, tensors)
+
+
+def test_rotary_factors_are_those_of_a_llama3_scaling_or_refused(tmp_path):
+    wanted = RopeScaling(kind="llama3", factor=8.0, original_max_position=64)
+    factors = llama3_divisors(wanted, CONFIG.head_size, CONFIG.rope_theta).tolist()
+    assert import_gguf(with_rope_freqs(tmp_path, factors)).model.config.rope_scaling == wanted
+    assert import_gguf(with_rope_freqs(tmp_path, [1.0] * 4)).model.config.rope_scaling is None
+    refused(with_rope_freqs(tmp_path, [1.0, 2.0, 2.5, 3.0]), "rope_freqs.weight", "not those of")
+    refused(with_rope_freqs(tmp_path, [1.0] * 3), "rope_freqs.weight has the shape [3]")
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    refused(with_rope_freqs(tmp_path, factors, **linear), "both rope_freqs.weight and")
+
+
+def test_a_scaling_factor_alone_is_linear_as_in_llama_cpp(tmp_path):
+    changes = {"llama.rope.scaling.factor": 2.0}
+    read = import_gguf(write_tiny_gguf(tmp_path / "a.gguf", CONFIG, STATE, changes=changes))
+    assert read.model.config.rope_scaling == RopeScaling(kind="linear", factor=2.0)
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path):

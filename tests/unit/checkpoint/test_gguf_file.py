@@ -88,7 +88,7 @@ def test_the_file_may_be_replaced_once_it_is_read(tmp_path):
         (padded(header(1) + tensor("t", (4,), offset=2**62), 64), "it may be cut short"),
         (padded(header(1) + tensor("t", (4,), offset=3), 64), "not aligned to 32"),
         (padded(header(1) + tensor("t", (2, 33), kind=8), 99), "blocks of 32"),
-        (padded(header(1) + tensor("t", (256,), kind=10), 99), "stored in Q2_K; supported: F32"),
+        (padded(header(1) + tensor("t", (256,), kind=16), 99), "stored in IQ2_XXS; supported: F32"),
         (padded(header(1) + tensor("t", (4,), kind=9999), 99), "the unknown format 9999"),
         (padded(header(2) + 2 * tensor("t", (4,)), 64), "the tensor 't' occurs twice"),
         (padded(header(2) + tensor("t", (9,)) + tensor("u", (4,), offset=32), 64), "overlap"),
@@ -178,3 +178,13 @@ def test_super_blocks_hold_what_the_format_says(tmp_path, kind, size, halves, sl
     expected = np.array([[value for block in row for value in slow(block)] for row in blocks])
     values = stored_raw(tmp_path, blocks.reshape(3, 2 * size), kind)
     np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "halves"),
+    [("Q5_0", (0,)), ("Q5_1", (0, 2)), ("Q2_K", (80, 82)), ("Q3_K", (108,)), ("Q5_K", (0, 2))],
+)
+def test_other_blocks_are_read_whole(tmp_path, kind, halves):
+    stored_as = gguf.GGMLQuantizationType[kind]
+    blocks = random_blocks(gguf.GGML_QUANT_SIZES[stored_as][1], halves).reshape(3, -1)
+    assert np.array_equal(stored_raw(tmp_path, blocks, kind), gguf.dequantize(blocks, stored_as))

@@ -99,6 +99,24 @@ def test_a_file_without_a_template_gives_none():
     assert "chat_template.jinja" not in import_tokenizer(without)[0]
 
 
+def test_bos_and_eos_that_a_file_asks_for_are_added_by_the_post_processor():
+    flags = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
+    files, _ = import_tokenizer({**METADATA, **flags})
+    backend = Backend.from_str(files["tokenizer.json"])
+    bare = backend.encode("hello", add_special_tokens=False).ids
+    assert backend.encode("hello").ids == [1, *bare, 2]
+    assert json.loads(files["tokenizer_config.json"])["add_bos_token"] is True
+    with pytest.raises(ValueError, match="add_bos_token is set, but no bos_token_id"):
+        import_tokenizer(
+            {k: v for k, v in {**METADATA, **flags}.items() if k != "tokenizer.ggml.bos_token_id"}
+        )
+
+
+def test_templates_for_special_uses_are_left_behind():
+    more = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "x"}
+    assert import_tokenizer({**METADATA, **more}) == import_tokenizer(METADATA)
+
+
 TOKENS = METADATA["tokenizer.ggml.tokens"]
 KINDS = METADATA["tokenizer.ggml.token_type"]
 
@@ -106,8 +124,9 @@ KINDS = METADATA["tokenizer.ggml.token_type"]
 @pytest.mark.parametrize(
     ("key", "value", "found"),
     [
-        ("model", "llama", "tokenizer.ggml.model is 'llama'"),
-        ("pre", "llama-bpe", "tokenizer.ggml.pre is 'llama-bpe'"),
+        ("model", "t5", "tokenizer.ggml.model is 't5'"),
+        ("model", "llama", "tokenizer.ggml.pre is 'smollm'; expected 'default'"),
+        ("pre", "default", "tokenizer.ggml.pre is 'default'"),
         ("pre", None, "tokenizer.ggml.pre is missing"),
         ("tokens", 3, "tokenizer.ggml.tokens is a int"),
         ("tokens", TOKENS[:-1], "has 266 entries, token_type 267"),
@@ -119,7 +138,7 @@ KINDS = METADATA["tokenizer.ggml.token_type"]
         ("eos_token_id", None, "eos_token_id is missing"),
         ("eos_token_id", 267, "eos_token_id is 267; expected an id from 0 to 266"),
         ("bos_token_id", -1, "bos_token_id is -1"),
-        ("add_bos_token", True, "add_bos_token is set"),
+        ("add_bos_token", 1, "add_bos_token is 1; expected true or false"),
         ("add_space_prefix", True, "add_space_prefix is set"),
     ],
 )

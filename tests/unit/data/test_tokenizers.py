@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from dualflow.data import tokenizers as module
 from dualflow.data.tokenizers import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
@@ -169,6 +169,16 @@ def test_added_tokens_stay_one_id_and_special_ones_stay_special(tmp_path):
     assert tokenizer.special_ids >= {eot, tokenizer.eos_id}
     assert think not in tokenizer.special_ids
     assert tokenizer.decode(tokenizer.encode("a <think>\r\n é")) == "a <think>\r\n é"
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "$A", "<s> $A </s>", "$A </s>"])
+def test_what_the_file_puts_before_a_text_is_known_and_not_put_into_pieces(template):
+    made = backend("<s>", "</s>")
+    special = [(name, made.token_to_id(name)) for name in ("<s>", "</s>")]
+    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    tokenizer = Tokenizer(made, "</s>")
+    assert tokenizer.before_ids == ([special[0][1]] if "<s>" in template else [])
+    assert special[0][1] not in tokenizer.encode("aa")
 
 
 def test_truncation_and_padding_in_a_file_are_switched_off(tmp_path):

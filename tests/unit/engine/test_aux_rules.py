@@ -9,6 +9,7 @@ from dualflow.engine.aux_rules import SURELY_SHARP, AuxRule, aux_rule, greedy_is
 from dualflow.engine.request import AuxPolicy, RequestError, RequestParams, StructuredOutput
 from dualflow.spec import ModelConfig, ReadoutConfig
 from dualflow.testing import tiny_config
+from dualflow.testing.configs import flow_config
 
 DUAL, EXACT = tiny_config("dual"), AuxPolicy("exact")
 
@@ -54,6 +55,12 @@ def test_a_readout_that_is_no_mixture_always_needs_it() -> None:
         rule(config, aux=AuxPolicy("off"))
     with pytest.raises(RequestError, match="drafts = 'primary'"):
         rule(config, drafts="primary")
+
+
+def test_a_primary_that_stands_alone_may_be_read_alone() -> None:
+    config = flow_config("standalone_primary")
+    assert rule(config, aux=AuxPolicy("off")).need == "never"
+    assert rule(config, aux=AuxPolicy("on")).need == "always"
 
 
 def test_the_threshold_comes_along_and_only_sampling_is_coupled() -> None:

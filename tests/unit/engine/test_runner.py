@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dualflow.checkpoint.retrofit import add_aux
 from dualflow.engine.request import AuxPolicy, RequestError
 from dualflow.engine.step_plan import SequencePlan, StepPlan
 from dualflow.model import CausalLM
@@ -201,6 +202,19 @@ def test_exact_and_threshold_are_on_where_r_is_no_mixture(kind: Any) -> None:
         runs.append(bench.generate(8))
         assert bench.last.sequences[0].aux_positions == 1
     assert runs[0] == runs[1] == runs[2]
+
+
+def test_a_primary_that_stands_alone_gives_the_tokens_of_the_model_without_flows() -> None:
+    prompt = [1, 2, 3]
+    dual = add_aux(tiny_model(tiny_config()), readout=ReadoutConfig(kind="aux_only"))
+    with torch.no_grad():
+        dual.get_parameter("model.aux.0.embed_tokens.weight").neg_()
+    runs = []
+    for model, aux in ((tiny_model(tiny_config()), AuxPolicy("on")), (dual, OFF), (dual, None)):
+        bench = Bench(model)
+        bench.add(prompt, temperature=0.0, aux=aux or AuxPolicy("on"))
+        runs.append(bench.generate(8))
+    assert runs[0] == runs[1] != runs[2]
 
 
 @pytest.mark.parametrize("params", [{"aux": OFF}, {"drafts": "primary"}], ids=str)

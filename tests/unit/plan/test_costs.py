@@ -173,6 +173,60 @@ def test_linears_alone_cost_eleven_sixths():
     assert 1 + linears(flops.aux) / linears(flops.primary) == pytest.approx(11 / 6)
 
 
+def test_beside_a_frozen_primary_by_hand():
+    # The primary forward; the auxiliary forward, and gradients that pass through it.
+    frozen = train_flops(DUAL, CONTEXT, "aux")
+    assert frozen.primary.total == PRIMARY_LINEAR + attention(3) + HEAD
+    assert frozen.aux.total == 2 * (AUX_LINEAR + attention(3) + HEAD)
+    # A LoRA of rank 2 on the query, forward, for its input and for its weights.
+    lora = train_flops(with_aux(owns=("q_proj",), lora_rank=2), CONTEXT, "aux")
+    adapter = LAYERS * (2 * 8 * 2 + 2 * 2 * 16)
+    assert lora.aux.total == frozen.aux.total + 3 * adapter
+    # A query matrix of its own: the one gradient for its weight.
+    owned = train_flops(with_aux(owns=("q_proj",)), CONTEXT, "aux")
+    assert owned.aux.total == frozen.aux.total + LAYERS * QUERY
+    # The shared embedding is frozen: what comes before the first coupling passes nothing on.
+    tied = train_flops(with_aux(embedding="tied", couplings=("output",)), CONTEXT, "aux")
+    first = (QUERY + OUTPUT + MLP) + attention(3) / LAYERS
+    assert tied.aux.total == pytest.approx(frozen.aux.total - first)
+
+
+def test_a_second_softmax_beside_a_frozen_primary_by_hand():
+    frozen = train_flops(TWO_SOFTMAX, CONTEXT, "aux")
+    assert frozen.primary.total == PRIMARY_LINEAR + attention(3) + HEAD
+    assert frozen.aux.total == 2 * (2 * 8 * 8) + 2 * HEAD
+
+
+@pytest.mark.parametrize(
+    "config",
+    [STANDARD, PHD2, with_readout(DUAL, kind="primary_only"),
+     with_aux(embedding="tied", couplings=())],
+)  # fmt: skip
+def test_nothing_to_train_beside_a_frozen_primary_is_refused(config: ModelConfig):
+    with pytest.raises(ValueError, match="no auxiliary tensors to train"):
+        train_flops(config, CONTEXT, "aux")
+
+
+def test_a_learned_readout_reads_both_heads():
+    learned = with_readout(DUAL, kind="learned")
+    assert train_flops(learned, CONTEXT) == train_flops(DUAL, CONTEXT)
+    assert decode_flops(learned, CONTEXT) == decode_flops(DUAL, CONTEXT)
+
+
+def test_sliding_layers_attend_their_window():
+    # Layer 0 of three slides over 4 of the keys.
+    config = dataclasses.replace(STANDARD, sliding_window=4, sliding_layers=(0,))
+    per_key = attention(1) / LAYERS
+    assert decode_flops(config, 10).primary.attention == per_key * (4 + 10 + 10)
+    # 4 - 4²/(2·10) = 3.2 keys on average, where all would be 5.
+    assert prefill_flops(config, 10).primary.attention == pytest.approx(per_key * (3.2 + 5 + 5))
+    for context in (3, 4):  # the window hides nothing
+        assert prefill_flops(config, context) == prefill_flops(STANDARD, context)
+        assert decode_flops(config, context) == decode_flops(STANDARD, context)
+    copy = dataclasses.replace(PHD2, sliding_window=4)
+    assert decode_flops(copy, 10).aux.attention == per_key * 3 * (4 + 1)
+
+
 def test_kv_bytes_by_hand():
     assert kv_bytes_per_token(STANDARD) == 3 * 2 * 8 * 4
     assert kv_bytes_per_token(STANDARD, bytes_per_element=2) == 3 * 2 * 8 * 2

@@ -1,13 +1,18 @@
 """Text and runs shared by the tests of training."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from dualflow.checkpoint.retrofit import add_aux
+from dualflow.checkpoint.store import read_config
 from dualflow.testing.runs import tiny_run_config, write_tiny_text
-from dualflow.train.config import RunConfig
+from dualflow.train.config import INITIAL_MODEL, RunConfig
+from tests.unit.train.initial_models import LORA, standard_model, write_initial
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +32,27 @@ def threads_kept() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A retrofitted model, whose auxiliary has a LoRA too."""
+    return write_initial(tmp_path / "source", add_aux(standard_model(), LORA))
+
+
+@pytest.fixture
+def begin(tiny_run: Callable[..., RunConfig], source: Path) -> Callable[..., RunConfig]:
+    """A tiny run that begins from ``source`` and trains its auxiliary alone."""
+
+    def make(name: str = "tiny", folder: Path = source, **tables: Any) -> RunConfig:
+        train = {
+            "trainable": "aux", "steps": 6, "eval_every": 3, "eval_batches": 1,
+            "checkpoint_every": 2,
+        }  # fmt: skip
+        base = tiny_run(name, train=train | tables.pop("train", {}), **tables)
+        data = dataclasses.replace(base.data, tokenizer=INITIAL_MODEL)
+        return dataclasses.replace(
+            base, initial_model=str(folder), model=read_config(folder), data=data
+        )
+
+    return make

@@ -17,6 +17,7 @@ from dualflow.train.checkpoints import (
     save_checkpoint,
 )
 from dualflow.train.config import RunConfig
+from dualflow.train.initial import Origin
 from dualflow.train.optimizers import Optimizers
 from dualflow.train.parallel import Parallel
 
@@ -37,7 +38,7 @@ def save(folder: Path, config: RunConfig, step: int) -> Path:
     progress = Progress(step=step, tokens=64 * step, train_seconds=1.5)
     saved = save_checkpoint(
         folder, model, optimizers, progress, {"position": step}, config,
-        tokenizer_json=None, parallel=Parallel(),
+        origin=Origin(), parallel=Parallel(),
     )  # fmt: skip
     assert saved is not None
     return saved

@@ -46,6 +46,20 @@ def test_every_parameter_is_in_exactly_one_group_by_the_rule(config, optimizer) 
             assert (group.optimizer == "muon") == (hidden and optimizer.kind == "muon")
 
 
+def test_embeddings_vectors_and_adapters_can_have_rates_of_their_own() -> None:
+    model = build_model(flow_config("lora"), device="meta")
+    model.freeze_primary()
+    rates = OptimizerConfig(kind="adamw", lr=0.1, embedding_lr=0.2, vector_lr=0.3)
+    groups = groups_of(model, rates)
+    assert {name: group.lr for name, group in groups.items()} == {
+        "embeddings": 0.2,
+        "vectors": 0.3,
+        "matrices": 0.1,
+    }
+    assert all(".aux." in name for group in groups.values() for name in group.parameters)
+    assert groups_of(model, OptimizerConfig(lr=0.1))["vectors"].lr == 0.1
+
+
 def test_shared_and_owned_matrices_go_to_muon_adapters_and_heads_to_adamw() -> None:
     owned = groups_of(build_model(flow_config("owns_everything"), device="meta"))
     assert "model.layers.0.self_attn.q_proj.weight" in owned["hidden"].parameters

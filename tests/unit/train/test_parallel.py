@@ -25,12 +25,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_two_ranks(batch_file: Path, output: Path) -> None:
+def run_two_ranks(batch_file: Path, output: Path, trainable: str) -> None:
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = Path(__file__).with_name("two_ranks.py")
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(batch_file), str(output)],
+            [sys.executable, str(script), str(batch_file), str(output), trainable],
             env={**shared, "WORLD_SIZE": "2", "RANK": str(rank)},
         )
         for rank in range(2)
@@ -38,16 +38,21 @@ def run_two_ranks(batch_file: Path, output: Path) -> None:
     assert [process.wait(timeout=100) for process in processes] == [0, 0]
 
 
-def test_two_ranks_of_four_have_the_gradient_and_loss_of_one_rank_of_eight(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainable", ["all", "aux"])
+def test_two_ranks_of_four_have_the_gradient_and_loss_of_one_rank_of_eight(
+    tmp_path: Path, trainable: str
+) -> None:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 53, (8, 64), generator=generator)
     targets = torch.randint(0, 53, (8, 64), generator=generator)
     for row in range(8):
         targets[row, 3 + 8 * row :] = IGNORED  # most counted targets are on rank 1
     save_tensors(tmp_path / "batch.safetensors", {"tokens": tokens, "targets": targets})
-    run_two_ranks(tmp_path / "batch.safetensors", tmp_path)
+    run_two_ranks(tmp_path / "batch.safetensors", tmp_path, trainable)
 
     model = build_model(flow_config("primary_loss", init_std=0.05))
+    if trainable == "aux":
+        model.freeze_primary()
     report = optimizer_step(
         model.loss,
         Optimizers(model, OptimizerConfig()),

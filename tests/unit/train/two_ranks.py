@@ -18,7 +18,7 @@ from dualflow.train.parallel import join_ranks, leave_ranks
 from dualflow.train.step import optimizer_step
 
 
-def main(batch_file: str, output: str) -> None:
+def main(batch_file: str, output: str, trainable: str) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     parallel = join_ranks(device)
@@ -26,6 +26,8 @@ def main(batch_file: str, output: str) -> None:
     share = len(whole["tokens"]) // parallel.world_size
     rows = slice(parallel.rank * share, (parallel.rank + 1) * share)
     model = build_model(flow_config("primary_loss", init_std=0.05))
+    if trainable == "aux":
+        model.freeze_primary()
     optimizers = Optimizers(model, OptimizerConfig())
     report = optimizer_step(
         model.loss,
