@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dualflow.checkpoint.export_gguf import export_gguf
-from dualflow.checkpoint.gguf_tokenizer import import_tokenizer
+from dualflow.checkpoint.gguf.exporter import export_gguf
+from dualflow.checkpoint.gguf.tokenizer import import_tokenizer
 from dualflow.model import BatchKV, CausalLM
 from dualflow.spec import ModelConfig, RopeScaling
 from dualflow.testing.gguf import FAMILY_SWITCHES, family_config, tokenizer_metadata

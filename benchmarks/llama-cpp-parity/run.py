@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from dualflow.checkpoint.companions import write_companions
-from dualflow.checkpoint.export_gguf import export_gguf
-from dualflow.checkpoint.gguf import import_gguf
+from dualflow.checkpoint.gguf.exporter import export_gguf
+from dualflow.checkpoint.gguf.importer import import_gguf
 from dualflow.data.tokenizers import load_tokenizer
 from dualflow.model import CausalLM
 

@@ -16,7 +16,7 @@ from dualflow.spec import ModelConfig
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-from dualflow.checkpoint.gguf import import_gguf  # noqa: E402
+from dualflow.checkpoint.gguf.importer import import_gguf  # noqa: E402
 from dualflow.testing.gguf import VOCAB_SIZE, write_tiny_gguf  # noqa: E402
 
 CONFIG = ModelConfig(

@@ -18,7 +18,7 @@ from dualflow.spec import ModelConfig
 transformers: Any = pytest.importorskip("transformers")
 gguf: Any = pytest.importorskip("gguf")
 
-from dualflow.checkpoint.gguf import import_gguf  # noqa: E402
+from dualflow.checkpoint.gguf.importer import import_gguf  # noqa: E402
 from dualflow.testing.gguf import VOCAB_SIZE, tokenizer_metadata, write_gguf  # noqa: E402
 
 LENGTH = 64

@@ -15,9 +15,9 @@ from dualflow.data.tokenizers import Tokenizer
 
 pytest.importorskip("gguf")
 
-from dualflow.checkpoint.gguf_bpe import CUTS
-from dualflow.checkpoint.gguf_tokenizer import TokenKind, import_tokenizer
-from dualflow.checkpoint.gguf_tokenizer_export import export_tokenizer
+from dualflow.checkpoint.gguf.bpe import CUTS
+from dualflow.checkpoint.gguf.tokenizer import TokenKind, import_tokenizer
+from dualflow.checkpoint.gguf.tokenizer_export import export_tokenizer
 from dualflow.testing.gguf_tokenizers import (
     END,
     THINK,

@@ -10,7 +10,7 @@ import torch
 
 from dualflow.checkpoint.atomic import atomic_folder
 from dualflow.checkpoint.companions import read_companions, write_companions
-from dualflow.checkpoint.gguf import import_gguf
+from dualflow.checkpoint.gguf.importer import import_gguf
 from dualflow.checkpoint.huggingface import import_huggingface
 from dualflow.checkpoint.imported import Imported
 from dualflow.checkpoint.retrofit import add_aux

@@ -14,10 +14,10 @@ from dualflow.checkpoint.companions import (
     TOKENIZER_CONFIG,
     read_companions,
 )
-from dualflow.checkpoint.gguf_config import read_gguf_config
-from dualflow.checkpoint.gguf_families import find_family
-from dualflow.checkpoint.gguf_parts import read_gguf_parts
-from dualflow.checkpoint.gguf_tokenizer import import_tokenizer
+from dualflow.checkpoint.gguf.config import read_gguf_config
+from dualflow.checkpoint.gguf.families import find_family
+from dualflow.checkpoint.gguf.parts import read_gguf_parts
+from dualflow.checkpoint.gguf.tokenizer import import_tokenizer
 from dualflow.checkpoint.huggingface_folder import StoredWeights
 from dualflow.checkpoint.huggingface_text import companions_of, real_ids
 from dualflow.checkpoint.locate import missing_weights, read_json

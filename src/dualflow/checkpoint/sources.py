@@ -4,11 +4,12 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from dualflow.checkpoint import families, gguf_families, locate
+from dualflow.checkpoint import families, locate
+from dualflow.checkpoint.gguf.families import FAMILIES as GGUF_FAMILIES
 from dualflow.checkpoint.huggingface import is_huggingface
 
 SUPPORTED = (
-    f"supported: GGUF files ({', '.join(gguf_families.FAMILIES)}), Hugging Face folders with "
+    f"supported: GGUF files ({', '.join(GGUF_FAMILIES)}), Hugging Face folders with "
     f"safetensors ({', '.join(families.FAMILIES)}), folders of model_type {locate.MODEL_TYPE!r}, "
     f"version {locate.FORMAT_VERSION}, and run folders"
 )

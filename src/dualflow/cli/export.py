@@ -67,7 +67,7 @@ def _export(read: "ReadModel", target: Path, form: str, dtype: Any, progress: "P
         progress("writing tensors", done, total)
 
     if form == "gguf":
-        from dualflow.checkpoint.export_gguf import export_gguf
+        from dualflow.checkpoint.gguf.exporter import export_gguf
 
         kind: Any = _KINDS[_stored(read) if dtype == "auto" else dtype]
         export_gguf(read.model, target, companions=read.companions, kind=kind, progress=show)

@@ -6,8 +6,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 
-from dualflow.checkpoint.gguf_bpe import CUTS, bpe_backend
-from dualflow.checkpoint.gguf_tokenizer import TokenKind
+from dualflow.checkpoint.gguf.bpe import CUTS, bpe_backend
+from dualflow.checkpoint.gguf.tokenizer import TokenKind
 from dualflow.data.tokenizers import bytes_tokenizer
 
 END = "<|im_end|>"

@@ -210,7 +210,7 @@ def find_family(metadata: Mapping[str, Any]) -> Family:
 
 def choose_family(config: ModelConfig) -> Family:
     """The family that a model to be written belongs to, by the switches that tell them apart.
-    Whether it can express all others is for ``gguf_config`` to say.
+    Whether it can express all others is for ``config`` to say.
     """
     if config.position == "learned" or config.norm == "layernorm":
         name = "gpt2"

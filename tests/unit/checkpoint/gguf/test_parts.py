@@ -8,7 +8,7 @@ import pytest
 
 gguf: Any = pytest.importorskip("gguf")
 
-from dualflow.checkpoint.gguf_parts import read_gguf_parts  # noqa: E402
+from dualflow.checkpoint.gguf.parts import read_gguf_parts  # noqa: E402
 from dualflow.testing.gguf import write_gguf  # noqa: E402
 
 VALUES = {name: np.full(3, place, np.float32) for place, name in enumerate("abc")}

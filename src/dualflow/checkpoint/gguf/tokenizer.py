@@ -19,8 +19,8 @@ from dualflow.checkpoint.companions import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
-from dualflow.checkpoint.gguf_bpe import CUTS, bpe_backend
-from dualflow.checkpoint.gguf_spm import spm_backend
+from dualflow.checkpoint.gguf.bpe import CUTS, bpe_backend
+from dualflow.checkpoint.gguf.spm import spm_backend
 
 
 class TokenKind(IntEnum):

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dualflow.checkpoint.gguf_config import read_gguf_config
-from dualflow.checkpoint.gguf_families import Family, find_family
-from dualflow.checkpoint.gguf_file import GGUFFile
-from dualflow.checkpoint.gguf_parts import read_gguf_parts
-from dualflow.checkpoint.gguf_rope import ROPE_FREQS
-from dualflow.checkpoint.gguf_tensors import Part, is_gain, rotated_heads, tensor_plan, unpermute
-from dualflow.checkpoint.gguf_tokenizer import import_tokenizer
+from dualflow.checkpoint.gguf.config import read_gguf_config
+from dualflow.checkpoint.gguf.families import Family, find_family
+from dualflow.checkpoint.gguf.file import GGUFFile
+from dualflow.checkpoint.gguf.parts import read_gguf_parts
+from dualflow.checkpoint.gguf.rope import ROPE_FREQS
+from dualflow.checkpoint.gguf.tensors import Part, is_gain, rotated_heads, tensor_plan, unpermute
+from dualflow.checkpoint.gguf.tokenizer import import_tokenizer
 from dualflow.checkpoint.imported import Imported
 from dualflow.extras import require_extra
 from dualflow.model import build_model

@@ -15,10 +15,10 @@ from dualflow.testing.tensors import random_tokens, tiny_model
 
 gguf: Any = pytest.importorskip("gguf")
 
-from dualflow.checkpoint.export_gguf import GGUFKind, export_gguf  # noqa: E402
-from dualflow.checkpoint.gguf import import_gguf  # noqa: E402
-from dualflow.checkpoint.gguf_file import read_gguf  # noqa: E402
-from dualflow.checkpoint.gguf_tokenizer import import_tokenizer  # noqa: E402
+from dualflow.checkpoint.gguf.exporter import GGUFKind, export_gguf  # noqa: E402
+from dualflow.checkpoint.gguf.file import read_gguf  # noqa: E402
+from dualflow.checkpoint.gguf.importer import import_gguf  # noqa: E402
+from dualflow.checkpoint.gguf.tokenizer import import_tokenizer  # noqa: E402
 from dualflow.testing.gguf import (  # noqa: E402
     FAMILY_SWITCHES,
     VOCAB_SIZE,

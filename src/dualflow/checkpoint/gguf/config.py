@@ -1,4 +1,4 @@
-"""GGUF metadata into a ``ModelConfig`` and back, by the tables of ``gguf_families``. No torch here.
+"""GGUF metadata into a ``ModelConfig`` and back, by the tables of ``families``. No torch here.
 
 Nothing is guessed: unknown keys are refused by name, and so is a model whose switches the
 architecture cannot express.
@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dualflow.checkpoint.gguf_families import Family
-from dualflow.checkpoint.gguf_file import GGUFFile
-from dualflow.checkpoint.gguf_rope import ROPE_FREQS, find_llama3, read_scaling, write_scaling
-from dualflow.checkpoint.gguf_tokenizer import TOKENIZER_KEYS, TOKENIZER_PREFIXES
+from dualflow.checkpoint.gguf.families import Family
+from dualflow.checkpoint.gguf.file import GGUFFile
+from dualflow.checkpoint.gguf.rope import ROPE_FREQS, find_llama3, read_scaling, write_scaling
+from dualflow.checkpoint.gguf.tokenizer import TOKENIZER_KEYS, TOKENIZER_PREFIXES
 from dualflow.spec import ModelConfig
 
 _SIZES = {

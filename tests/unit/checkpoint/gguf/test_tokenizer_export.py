@@ -9,8 +9,8 @@ from tokenizers import Tokenizer as Backend
 
 pytest.importorskip("gguf")
 
-from dualflow.checkpoint.gguf_tokenizer import import_tokenizer
-from dualflow.checkpoint.gguf_tokenizer_export import export_tokenizer
+from dualflow.checkpoint.gguf.tokenizer import import_tokenizer
+from dualflow.checkpoint.gguf.tokenizer_export import export_tokenizer
 from dualflow.data.tokenizers import bytes_tokenizer, train_bpe
 from dualflow.testing.gguf import tokenizer_metadata
 from dualflow.testing.gguf_tokenizers import (

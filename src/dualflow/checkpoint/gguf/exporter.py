@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualflow.checkpoint.atomic import write_atomic
-from dualflow.checkpoint.gguf_config import write_gguf_config
-from dualflow.checkpoint.gguf_families import Family, choose_family
-from dualflow.checkpoint.gguf_file import BLOCKS
-from dualflow.checkpoint.gguf_rope import ROPE_FREQS, llama3_divisors
-from dualflow.checkpoint.gguf_tensors import Part, is_gain, permute, rotated_heads, tensor_plan
-from dualflow.checkpoint.gguf_tokenizer_export import export_tokenizer
+from dualflow.checkpoint.gguf.config import write_gguf_config
+from dualflow.checkpoint.gguf.families import Family, choose_family
+from dualflow.checkpoint.gguf.file import BLOCKS
+from dualflow.checkpoint.gguf.rope import ROPE_FREQS, llama3_divisors
+from dualflow.checkpoint.gguf.tensors import Part, is_gain, permute, rotated_heads, tensor_plan
+from dualflow.checkpoint.gguf.tokenizer_export import export_tokenizer
 from dualflow.extras import require_extra
 from dualflow.model import CausalLM
 from dualflow.spec import ModelConfig, standard_twin

@@ -17,9 +17,9 @@ from dualflow.checkpoint.companions import (
     TOKENIZER,
     TOKENIZER_CONFIG,
 )
-from dualflow.checkpoint.gguf_bpe import CUTS
-from dualflow.checkpoint.gguf_spm import scores_of
-from dualflow.checkpoint.gguf_tokenizer import END_NAMES, NAMED_TOKENS, TokenKind, import_tokenizer
+from dualflow.checkpoint.gguf.bpe import CUTS
+from dualflow.checkpoint.gguf.spm import scores_of
+from dualflow.checkpoint.gguf.tokenizer import END_NAMES, NAMED_TOKENS, TokenKind, import_tokenizer
 from dualflow.data.tokenizers import Tokenizer
 
 _ARRAYS = "tokens", "token_type", "merges", "scores"

@@ -9,7 +9,7 @@ import pytest
 
 gguf: Any = pytest.importorskip("gguf")
 
-from dualflow.checkpoint.gguf_file import read_gguf  # noqa: E402
+from dualflow.checkpoint.gguf.file import read_gguf  # noqa: E402
 from dualflow.testing.gguf import write_gguf  # noqa: E402
 
 METADATA: dict[str, Any] = {

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dualflow.checkpoint.gguf_families import Family
+from dualflow.checkpoint.gguf.families import Family
 from dualflow.model import build_model
 from dualflow.spec import ModelConfig
 

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from dualflow.checkpoint.gguf_file import GGUFFile, GGUFTensor, read_gguf
+from dualflow.checkpoint.gguf.file import GGUFFile, GGUFTensor, read_gguf
 
 _LARGEST_SPLIT = 10_000
 _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")

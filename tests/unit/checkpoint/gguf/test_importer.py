@@ -13,9 +13,9 @@ from dualflow.testing.tensors import tiny_model
 
 gguf: Any = pytest.importorskip("gguf")
 
-from dualflow.checkpoint.gguf import import_gguf  # noqa: E402
-from dualflow.checkpoint.gguf_rope import llama3_divisors  # noqa: E402
-from dualflow.checkpoint.gguf_tensors import permute, unpermute  # noqa: E402
+from dualflow.checkpoint.gguf.importer import import_gguf  # noqa: E402
+from dualflow.checkpoint.gguf.rope import llama3_divisors  # noqa: E402
+from dualflow.checkpoint.gguf.tensors import permute, unpermute  # noqa: E402
 from dualflow.testing.gguf import (  # noqa: E402
     VOCAB_SIZE,
     gguf_metadata,

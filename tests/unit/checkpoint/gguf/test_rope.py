@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualflow.checkpoint.gguf_rope import (
+from dualflow.checkpoint.gguf.rope import (
     find_llama3,
     llama3_divisors,
     read_scaling,

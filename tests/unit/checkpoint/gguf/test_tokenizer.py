@@ -13,7 +13,7 @@ from dualflow.spec import ModelConfig
 pytest.importorskip("gguf")
 
 from dualflow.checkpoint.companions import write_companions
-from dualflow.checkpoint.gguf_tokenizer import import_tokenizer
+from dualflow.checkpoint.gguf.tokenizer import import_tokenizer
 from dualflow.testing.gguf import (
     CONTROL,
     MERGES,

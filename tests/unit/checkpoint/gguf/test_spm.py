@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dualflow.checkpoint.gguf_spm import merges_of, scores_of, spm_backend
-from dualflow.checkpoint.gguf_tokenizer import import_tokenizer
+from dualflow.checkpoint.gguf.spm import merges_of, scores_of, spm_backend
+from dualflow.checkpoint.gguf.tokenizer import import_tokenizer
 from dualflow.testing.gguf_tokenizers import END, sentencepiece_metadata
 
 TOKENS = ["<s>", "s", ">", "s>", "a", "as", "<", "ass"]
