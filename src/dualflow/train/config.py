@@ -213,6 +213,15 @@ class RunConfig:
         )
         if self.train.trainable == "aux":
             self._check_aux_is_trainable()
+        readout = self.model.readout
+        _require(
+            self.train.trainable == "aux"
+            or not readout.standalone_primary
+            or readout.primary_loss_weight > 0,
+            "model.readout.standalone_primary is set, but nothing keeps p a model of its own while "
+            "everything is trained for q: set train.trainable = 'aux', "
+            "model.readout.primary_loss_weight above 0, or take it back",
+        )
 
     def _check_aux_is_trainable(self) -> None:
         _require(
@@ -282,20 +291,22 @@ def _assigned(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def _compose(base: RunConfig | None, table: Mapping[str, Any]) -> RunConfig:
-    table = _with_named_model(table)
+    table = _with_named_model(table, base.train.trainable if base else "all")
     if base is None:
         return configuration.from_dict(RunConfig, table)
     return configuration.merge(base, table)
 
 
-def _with_named_model(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``table`` with the whole model of the folder or the preset that it names."""
+def _with_named_model(table: Mapping[str, Any], trainable: str) -> Mapping[str, Any]:
+    """``table`` with the whole model of the folder or the preset that it names; ``trainable`` is
+    what is trained unless the table says otherwise.
+    """
     model, folder = table.get("model", {}), table.get("initial_model")
     preset = model.get("preset") if isinstance(model, Mapping) else None
     if isinstance(folder, str) and folder and table.get("initial_digest") is None:
         if preset is not None:
             raise ConfigError("model.preset and initial_model exclude each other; leave one out")
-        return _with_initial_model(table, folder)
+        return _with_initial_model(table, folder, trainable)
     if preset is None:
         return table
     try:
@@ -307,11 +318,14 @@ def _with_named_model(table: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**table, "model": whole}
 
 
-def _with_initial_model(table: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def _with_initial_model(table: Mapping[str, Any], folder: str, trainable: str) -> dict[str, Any]:
     # Not above: checkpoints need torch, a configuration does not.
     from dualflow.train.initial import initial_config, initial_digest
 
-    model = initial_config(folder, table.get("model", {}))
+    train = table.get("train", {})
+    if isinstance(train, Mapping):
+        trainable = train.get("trainable", trainable)
+    model = initial_config(folder, table.get("model", {}), frozen=trainable == "aux")
     whole = configuration.overlay(table, {"model": configuration.to_dict(model)})
     whole["initial_digest"] = initial_digest(folder)
     data = whole.get("data", {})

@@ -2,6 +2,7 @@
 and what goes along with it to the end of the run.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,16 +70,24 @@ def find_initial(named: str) -> Path:
     return place
 
 
-def initial_config(named: str, changes: Mapping[str, Any]) -> ModelConfig:
+def initial_config(named: str, changes: Mapping[str, Any], frozen: bool = False) -> ModelConfig:
     """The configuration of the model in folder ``named`` with a run's ``[model]`` laid over it.
+
+    frozen: the primary is not trained, so that a p which was a model of its own stays one.
 
     Raises ``ConfigError`` where a change needs other tensors or makes another model.
     """
     initial = read_config(find_initial(named))
     if not isinstance(changes, Mapping):
         raise ConfigError(f"model: expected a table, found {changes!r}")
+    readout = changes.get("readout")
+    if isinstance(readout, Mapping) and readout.get("kind", "aux_only") != "aux_only":
+        changes = {**changes, "readout": {"standalone_primary": False, **readout}}
     model = configuration.merge(_Model(initial), {"model": changes}).model
     check_fits(initial, model)
+    if frozen and initial.has_primary_readout and not model.has_primary_readout:
+        readout = dataclasses.replace(model.readout, standalone_primary=True)
+        model = dataclasses.replace(model, readout=readout)
     return model
 
 

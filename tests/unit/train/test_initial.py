@@ -11,6 +11,7 @@ import torch
 import torch._dynamo.utils
 
 from dualflow.checkpoint import load_model, save_model
+from dualflow.checkpoint.retrofit import add_aux
 from dualflow.checkpoint.store import read_config
 from dualflow.config import ConfigError, to_toml
 from dualflow.model import build_model, quantise_model
@@ -33,6 +34,20 @@ def test_only_the_readout_may_differ_from_the_model(source: Path) -> None:
     assert model.config == config
     stored = load_model(source, dtype=torch.float32).state_dict()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_primary_of_a_frozen_model_stays_one_whatever_is_read(source: Path) -> None:
+    changed = {"readout": {"kind": "aux_only"}}
+    assert initial_config(str(source), changed, frozen=True).has_primary_readout
+    assert not initial_config(str(source), changed).has_primary_readout
+
+
+def test_a_retrofit_read_from_q_alone_can_be_trained_as_a_mixture(tmp_path: Path) -> None:
+    retrofit = add_aux(standard_model(), readout=ReadoutConfig(kind="aux_only"))
+    source = write_initial(tmp_path / "retrofit", retrofit)
+    for frozen in (False, True):
+        mixed = initial_config(str(source), {"readout": {"kind": "mixture"}}, frozen)
+        assert mixed.readout == ReadoutConfig()
 
 
 @pytest.mark.parametrize(
