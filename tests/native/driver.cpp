@@ -107,12 +107,16 @@ void check_products() {
             }
 }
 
+enum Owning { NOTHING, WHOLE, LOW_RANK };
+
 struct Shape {
     const char *name;
     int format, kv, flows, mlp, norm, readout, page_size;
+    Owning owning = NOTHING;  // what every flow owns of every matrix
+    bool switches = false;    // norms behind, windows, caps, scales, rows of heads
 };
 
-constexpr int VOCAB = 600, WIDTH = 48, HEADS = 4, KV_HEADS = 2, HEAD = 16, INNER = 80, LAYERS = 2, POSITIONS = 400, PAGES = 96;
+constexpr int VOCAB = 600, WIDTH = 48, HEADS = 4, KV_HEADS = 2, HEAD = 16, INNER = 80, LAYERS = 2, POSITIONS = 400, PAGES = 96, RANK = 5;
 
 // A random model. Everything the kernels read lives here.
 struct Model {
@@ -124,6 +128,7 @@ struct Model {
     std::vector<DfAuxLayer> aux;
     std::vector<DfMatrix> tables;
     std::vector<DfGain> finals;
+    std::vector<DfOwn> heads;
     DfModelSpec spec{};
 
     const float *vector(int n, float center) {
@@ -137,36 +142,63 @@ struct Model {
         return matrices.back().c;
     }
 
+    DfOwn own(int n, int k, bool bias) {
+        DfOwn x{};
+        if (shape.owning == WHOLE) x.whole = matrix(n, k, bias);
+        if (shape.owning != LOW_RANK) return x;
+        int format = shape.format == DF_BF16 ? DF_BF16 : DF_F32;
+        x.a = matrices.emplace_back(format, RANK, k, random, false, 1.7f / sqrtf((float)k)).c;
+        x.b = matrices.emplace_back(format, n, RANK, random, false, 0.3f).c;
+        return x;
+    }
+    // Cosines and sines of all positions.
+    void turns(double base, const float *&cosines, const float *&sines) {
+        std::vector<float> c, s;
+        for (int p = 0; p < POSITIONS; p++)
+            for (int i = 0; i < HEAD / 2; i++) {
+                double angle = p * pow(base, -2.0 * i / HEAD);
+                c.push_back((float)cos(angle)), s.push_back((float)sin(angle));
+            }
+        cosines = vectors.emplace_back(std::move(c)).data(), sines = vectors.emplace_back(std::move(s)).data();
+    }
+
     explicit Model(const Shape &s) : shape(s) {
-        bool plain = s.norm == DF_LAYERNORM, gated = s.mlp <= DF_GEGLU;
+        bool plain = s.norm == DF_LAYERNORM, gated = s.mlp <= DF_GEGLU, more = s.switches;
         for (int l = 0; l < LAYERS; l++) {
             DfLayer x{};
             x.attention_norm = gain(WIDTH), x.mlp_norm = gain(WIDTH);
-            if (!plain) x.q_norm = {vector(HEAD, 1), nullptr}, x.k_norm = {vector(HEAD, 1), nullptr};
+            if (more) x.attention_output_norm = gain(WIDTH), x.mlp_output_norm = gain(WIDTH), x.window = l ? 0 : 21;
+            if (!plain) x.q_norm = {vector(more ? HEADS * HEAD : HEAD, 1), nullptr}, x.k_norm = {vector(more ? KV_HEADS * HEAD : HEAD, 1), nullptr};
             x.q = matrix(HEADS * HEAD, WIDTH, plain), x.k = matrix(KV_HEADS * HEAD, WIDTH, plain);
             x.v = matrix(KV_HEADS * HEAD, WIDTH, plain), x.o = matrix(WIDTH, HEADS * HEAD, plain);
             if (gated) x.gate = matrix(INNER, WIDTH, false);
             x.up = matrix(INNER, WIDTH, plain), x.down = matrix(WIDTH, INNER, plain);
             layers.push_back(x);
         }
-        for (int i = 0; i < s.flows * LAYERS; i++)
-            aux.push_back({vector(HEADS * HEAD, 0), vector(INNER, 0), vector(WIDTH, 0), i % 2 ? gain(WIDTH) : DfGain{}, {}, {}});
-        for (int i = 0; i < s.flows; i++) tables.push_back(matrix(VOCAB, WIDTH, false, 1)), finals.push_back(i ? gain(WIDTH) : DfGain{});
-        spec = {VOCAB, WIDTH, HEADS, KV_HEADS, HEAD, INNER, LAYERS, s.flows, POSITIONS, s.mlp, s.norm, s.readout, 1e-6f, s.page_size, PAGES, s.kv, 1,
-                gain(WIDTH), matrix(VOCAB, WIDTH, false, 1), matrix(VOCAB, WIDTH, false), nullptr, nullptr, nullptr,
-                layers.data(), aux.data(), tables.data(), finals.data()};
-        if (plain) {
-            spec.embed_positions = vector(POSITIONS * WIDTH, 0);
-        } else {
-            std::vector<float> cosines, sines;
-            for (int p = 0; p < POSITIONS; p++)
-                for (int i = 0; i < HEAD / 2; i++) {
-                    double angle = p * pow(10000, -2.0 * i / HEAD);
-                    cosines.push_back((float)cos(angle)), sines.push_back((float)sin(angle));
-                }
-            spec.cosines = vectors.emplace_back(std::move(cosines)).data();
-            spec.sines = vectors.emplace_back(std::move(sines)).data();
+        for (int i = 0; i < s.flows * LAYERS; i++) {
+            DfAuxLayer x{};
+            x.query = vector(HEADS * HEAD, 0), x.intermediate = vector(INNER, 0), x.output = vector(WIDTH, 0);
+            if (i % 2) x.attention_norm = gain(WIDTH);
+            x.q = own(HEADS * HEAD, WIDTH, plain), x.o = own(WIDTH, HEADS * HEAD, plain);
+            if (gated) x.gate = own(INNER, WIDTH, false);
+            x.up = own(INNER, WIDTH, plain), x.down = own(WIDTH, INNER, plain);
+            aux.push_back(x);
         }
+        for (int i = 0; i < s.flows; i++) {
+            tables.push_back(matrix(VOCAB, WIDTH, false, 1)), finals.push_back(i ? gain(WIDTH) : DfGain{});
+            heads.push_back(own(VOCAB, WIDTH, false));
+        }
+        spec.vocab = VOCAB, spec.width = WIDTH, spec.heads = HEADS, spec.kv_heads = KV_HEADS, spec.head_dim = HEAD, spec.inner = INNER;
+        spec.layers = LAYERS, spec.flows = s.flows, spec.positions = POSITIONS, spec.mlp = s.mlp, spec.norm = s.norm, spec.readout = s.readout;
+        spec.qk_row = more, spec.norm_eps = 1e-6f, spec.embed_scale = more ? 1.5f : 1, spec.attention_scale = more ? 0.4f : 0.25f;
+        spec.attention_softcap = more ? 2 : 0, spec.final_softcap = more ? 3 : 0;
+        spec.page_size = s.page_size, spec.pages = PAGES, spec.kv_format = s.kv, spec.threads = 1;
+        spec.final_norm = gain(WIDTH), spec.embed = matrix(VOCAB, WIDTH, false, 1), spec.head = matrix(VOCAB, WIDTH, false);
+        if (plain) spec.embed_positions = vector(POSITIONS * WIDTH, 0);
+        else turns(10000, spec.cosines, spec.sines);
+        if (!plain && more) turns(100, spec.local_cosines, spec.local_sines);
+        spec.layer = layers.data(), spec.aux_layer = aux.data(), spec.aux_embed = tables.data(), spec.aux_final_norm = finals.data();
+        spec.aux_head = heads.data(), spec.alpha_weight = vector(3, 0);
     }
 };
 
@@ -192,11 +224,11 @@ void step(DfModel *model, const Shape &shape, std::vector<Text *> texts, const s
     }
     int rows = (int)token.size();
     bool aux = shape.flows > 0;
-    std::vector<float> p((size_t)rows * VOCAB), q(p.size()), r(p.size()), alpha(rows), rest(rows);
+    std::vector<float> p((size_t)rows * VOCAB), q(p.size()), r(p.size()), alpha(rows), rest(rows), sureness(rows);
     std::vector<int32_t> best(rows);
     DfStep s{rows, aux && !lazy ? rows : 0, (int)texts.size(), rows, lazy, token.data(), position.data(), slot.data(),
              token.data(), position.data(), index.data(), row_end.data(), aux && !lazy ? row_end.data() : ends_none.data(), page.data(),
-             page_begin.data(), read.data(), aux && !lazy ? index.data() : none.data(), p.data(), q.data(), r.data(), alpha.data(), rest.data(), best.data()};
+             page_begin.data(), read.data(), aux && !lazy ? index.data() : none.data(), p.data(), q.data(), r.data(), alpha.data(), rest.data(), sureness.data(), best.data()};
     df_step(model, &s);
     if (aux && lazy) {
         s.tokens = 0, s.aux = rows, s.keep = 0, s.row_end = ends_none.data(), s.aux_end = row_end.data(), s.aux_of_read = index.data();
@@ -260,6 +292,10 @@ int main(int count, char **arguments) {
         {"gpt2 int8", DF_INT8, DF_INT8, 1, DF_GELU, DF_LAYERNORM, DF_AUX_ONLY, 64},
         {"two flows int4", DF_INT4, DF_BF16, 2, DF_RELU2, DF_RMSNORM, DF_MIXTURE, 16},
         {"primary only", DF_INT8, DF_F32, 1, DF_SWIGLU, DF_RMSNORM, DF_PRIMARY_ONLY, 256},
+        {"lora bfloat16", DF_BF16, DF_BF16, 1, DF_SWIGLU, DF_RMSNORM, DF_LEARNED, 32, LOW_RANK, true},
+        {"lora int4", DF_INT4, DF_F32, 2, DF_GEGLU, DF_RMSNORM, DF_LEARNED, 16, LOW_RANK},
+        {"owning float32", DF_F32, DF_F32, 2, DF_GELU, DF_LAYERNORM, DF_MIXTURE, 32, WHOLE, true},
+        {"owning int8", DF_INT8, DF_INT8, 1, DF_SWIGLU, DF_RMSNORM, DF_MIXTURE, 64, WHOLE},
     };
     std::vector<float> everything;
     for (const Shape &shape : shapes) {

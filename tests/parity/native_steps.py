@@ -11,13 +11,14 @@ from torch import Tensor
 
 from dualflow.engine.executor import Readout, SequenceRows, StepRows
 from dualflow.engine.native_executor import NativeExecutor
+from dualflow.engine.torch_executor import TorchExecutor
 from dualflow.model import CausalLM, build_model
 from dualflow.model.quantise import quantise_model
 from dualflow.ops.native import library
 from dualflow.spec import ModelConfig
 from dualflow.testing.tensors import seeded
 
-PAGE = 16
+PAGE, NUM_PAGES = 16, 96
 WORDS = 139
 """Ids that texts are made of; models have some more."""
 
@@ -57,7 +58,7 @@ def calm_model(config: ModelConfig, weights: str = "float32", seed: int = 1) -> 
             table = "embed" in name and not config.tie_embeddings
             parameter.copy_(noise if table else noise * parameter.shape[-1] ** -0.5)
         else:
-            is_gain = "norm" in name and name.endswith("weight")
+            is_gain = "norm" in name and name.endswith("weight") and not config.norm_offset
             parameter.copy_(noise * 0.3 + (1 if is_gain else 0))
     if weights == "bfloat16":
         return model.bfloat16()
@@ -66,7 +67,7 @@ def calm_model(config: ModelConfig, weights: str = "float32", seed: int = 1) -> 
 
 def native(
     model: CausalLM, monkeypatch: pytest.MonkeyPatch | None = None, isa: str | None = None,
-    kv_dtype: str = "float32", threads: int = 1, num_pages: int = 96,
+    kv_dtype: str = "float32", threads: int = 1, num_pages: int = NUM_PAGES,
 ) -> NativeExecutor:  # fmt: skip
     """An executor on the library of one instruction set."""
     settings: dict[str, Any] = {"num_pages": num_pages, "page_size": PAGE}
@@ -85,7 +86,7 @@ def native(
 class Texts:
     """Texts over one pool of pages, in which they lie in no order."""
 
-    num_pages: int = 96
+    num_pages: int = NUM_PAGES
     seed: int = 0
     tokens: list[list[int]] = field(default_factory=list)
     pages: list[list[int]] = field(default_factory=list)
@@ -220,3 +221,72 @@ def assert_same_bits(
         for mine, theirs in zip(one[where], tensors, strict=True):
             gap = (mine - theirs).abs().max()
             assert torch.equal(mine, theirs), f"text and position {where}: {gap:.2e} apart"
+
+
+UNITS = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "int8": 2.5 * 2.0**-16, "int4": 5 * 2.0**-16}
+"""The largest relative error of one rounding of what a matrix in each format is multiplied with.
+
+For int8 and int4 that are 16-bit codes, relative to the largest of 32 inputs, which is some 2.5
+times as large as the usual one; and codes of int4 count from the group's minimum, which makes them
+twice as large as the weights.
+"""
+
+
+def allowed(config: ModelConfig, weights: str, kv_dtype: str, isa: str) -> tuple[float, float]:
+    """(worst, root mean square) of the differences of log-probabilities.
+
+    A value passes some five products a layer, each of which rounds its input; errors of many
+    inputs add up like random ones, so the result's is at most about unit · sqrt(5 L + 1) times the
+    spread of the logits, which is near 1 in a calm model. The worst of some ten thousand is five
+    times as far out. Sums in float32 are many roundings, hence sixteen units.
+    """
+    unit = 16 * UNITS["float32"]
+    if weights in ("int8", "int4"):
+        unit = UNITS[weights]
+    if kv_dtype != "float32":  # both round alike, but for values that lie between two
+        unit = max(unit, UNITS["bfloat16"] / 8)
+    if isa == "avx512bf16" and (weights == "bfloat16" or kv_dtype != "float32"):
+        unit = UNITS["bfloat16"]
+    mean = unit * (5 * config.num_layers + 1) ** 0.5
+    return 5 * mean, mean
+
+
+def reference(model: CausalLM, kv_dtype: Any) -> TorchExecutor:
+    """The torch executor in float32 over the same, rounded weights."""
+    return TorchExecutor(model, NUM_PAGES, PAGE, kv_dtype=kv_dtype)
+
+
+def run_story(mine: NativeExecutor, theirs: TorchExecutor) -> torch.Tensor:
+    """All differences over the whole story, later auxiliary rows and a copied page included."""
+    texts, found = Texts(NUM_PAGES), []
+    for number, rows in enumerate(story(texts, mine.config.num_flows)):
+        want, got = theirs.step(rows), mine.step(rows)
+        found.append(differences(want, got))
+        later = [i for i, place in enumerate(got.q_index) if place < 0][::2]
+        if later and rows.keep and mine.config.num_flows:
+            want, got = theirs.add_aux(rows, want, later), mine.add_aux(rows, got, later)
+            found.append(differences(want, got))
+        if number == 2:
+            target = texts.free.pop()
+            for executor in (mine, theirs):
+                executor.copy_pages([(texts.pages[0][-5], target)])
+            texts.pages[0][-5] = target
+    return torch.cat(found)
+
+
+def check(model: CausalLM, mine: NativeExecutor, kv_dtype: str, weights: str) -> None:
+    """Over the whole story within what ``weights`` and ``kv_dtype`` allow."""
+    isa = mine._kernels.df_isa().decode()
+    found = run_story(mine, reference(as_float(model), kv_dtype))
+    worst, mean = allowed(model.config, weights, kv_dtype, isa)
+    assert found.max() < worst
+    assert found.square().mean().sqrt() < mean
+
+
+def as_float(model: CausalLM) -> CausalLM:
+    """The same rounded weights, computed with in float32."""
+    if model.lm_head.weight.dtype != torch.bfloat16:
+        return model
+    twin = calm_model(model.config)
+    twin.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    return twin

@@ -1,7 +1,7 @@
 """The kernel library gives what the torch executor gives, in every number format it has.
 
 The reference is always float32 over the weights as they are rounded, so what is left is how the
-kernels round what they multiply them with: see ``allowed``.
+kernels round what they multiply them with: see ``native_steps.allowed``.
 """
 
 from dataclasses import replace
@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from dualflow.engine import AuxPolicy, Engine, EngineConfig, RequestParams, build_engine
-from dualflow.engine.native_executor import NativeExecutor
-from dualflow.engine.torch_executor import TorchExecutor
 from dualflow.model import CausalLM
 from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig
 from dualflow.testing.engines import run_all
@@ -21,16 +19,15 @@ from tests.parity.native_steps import (
     WORDS,
     Texts,
     calm_model,
+    check,
     config_of,
-    differences,
     each_isa,
     native,
     need_kernels,
-    story,
+    reference,
 )
 
 pytestmark = need_kernels
-NUM_PAGES = 96
 
 KINDS: dict[str, ModelConfig] = {
     "standard": config_of("standard"),
@@ -53,77 +50,13 @@ KINDS: dict[str, ModelConfig] = {
     "primary only, tied": config_of(
         aux=AuxConfig(embedding="tied"), readout=ReadoutConfig(kind="primary_only")
     ),
+    "lora, learned readout": config_of(
+        aux=AuxConfig(owns=("q_proj", "mlp"), lora_rank=4), readout=ReadoutConfig(kind="learned")
+    ),
     "no coupling, heads of 32": config_of(
         aux=AuxConfig(couplings=()), head_dim=32, num_heads=3, num_kv_heads=1
     ),
 }  # fmt: skip
-
-UNITS = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "int8": 2.5 * 2.0**-16, "int4": 5 * 2.0**-16}
-"""The largest relative error of one rounding of what a matrix in each format is multiplied with.
-
-For int8 and int4 that are 16-bit codes, relative to the largest of 32 inputs, which is some 2.5
-times as large as the usual one; and codes of int4 count from the group's minimum, which makes them
-twice as large as the weights.
-"""
-
-
-def allowed(config: ModelConfig, weights: str, kv_dtype: str, isa: str) -> tuple[float, float]:
-    """(worst, root mean square) of the differences of log-probabilities.
-
-    A value passes some five products a layer, each of which rounds its input; errors of many
-    inputs add up like random ones, so the result's is at most about unit · sqrt(5 L + 1) times the
-    spread of the logits, which is near 1 in a calm model. The worst of some ten thousand is five
-    times as far out. Sums in float32 are many roundings, hence sixteen units.
-    """
-    unit = 16 * UNITS["float32"]
-    if weights in ("int8", "int4"):
-        unit = UNITS[weights]
-    if kv_dtype != "float32":  # both round alike, but for values that lie between two
-        unit = max(unit, UNITS["bfloat16"] / 8)
-    if isa == "avx512bf16" and (weights == "bfloat16" or kv_dtype != "float32"):
-        unit = UNITS["bfloat16"]
-    mean = unit * (5 * config.num_layers + 1) ** 0.5
-    return 5 * mean, mean
-
-
-def reference(model: CausalLM, kv_dtype: Any) -> TorchExecutor:
-    """The torch executor in float32 over the same, rounded weights."""
-    return TorchExecutor(model, NUM_PAGES, PAGE, kv_dtype=kv_dtype)
-
-
-def run_story(mine: NativeExecutor, theirs: TorchExecutor) -> torch.Tensor:
-    """All differences over the whole story, later auxiliary rows and a copied page included."""
-    texts, found = Texts(NUM_PAGES), []
-    for number, rows in enumerate(story(texts, mine.config.num_flows)):
-        want, got = theirs.step(rows), mine.step(rows)
-        found.append(differences(want, got))
-        later = [i for i, place in enumerate(got.q_index) if place < 0][::2]
-        if later and rows.keep and mine.config.num_flows:
-            want, got = theirs.add_aux(rows, want, later), mine.add_aux(rows, got, later)
-            found.append(differences(want, got))
-        if number == 2:
-            target = texts.free.pop()
-            for executor in (mine, theirs):
-                executor.copy_pages([(texts.pages[0][-5], target)])
-            texts.pages[0][-5] = target
-    return torch.cat(found)
-
-
-def check(model: CausalLM, mine: NativeExecutor, kv_dtype: str, weights: str) -> None:
-    isa = mine._kernels.df_isa().decode()
-    found = run_story(mine, reference(as_float(model), kv_dtype))
-    worst, mean = allowed(model.config, weights, kv_dtype, isa)
-    assert found.max() < worst
-    assert found.square().mean().sqrt() < mean
-
-
-def as_float(model: CausalLM) -> CausalLM:
-    """The same rounded weights, computed with in float32."""
-    if model.lm_head.weight.dtype != torch.bfloat16:
-        return model
-    twin = calm_model(model.config)
-    twin.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
-    return twin
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -196,7 +129,9 @@ def engine_of(model: CausalLM, backend: Any) -> Engine:
 
 
 @pytest.mark.parametrize("policy", ["on", "exact", "off"])
-@pytest.mark.parametrize("name", ["standard", "dual", "two flows", "relu2, padded vocabulary"])
+@pytest.mark.parametrize(
+    "name", ["standard", "dual", "two flows", "relu2, padded vocabulary", "lora, learned readout"]
+)
 def test_engines_of_both_backends_write_the_same_tokens(name: str, policy: Any) -> None:
     """Greedy; where the two most probable tokens are within 1e-3, both may go on as they like."""
     threads = torch.get_num_threads()

@@ -214,6 +214,7 @@ class NativeExecutor:
             assert readout.p is not None
             step.log_p, step.log_r = readout.p.data_ptr(), readout.r.data_ptr()
             step.alpha, step.complement = alpha.data_ptr(), complement.data_ptr()
+            step.sureness = self._room("sureness", len(rows.read)).data_ptr()
             step.best = best.buffer_info()[0]
         if readout.q is not None and aux_tokens:
             step.log_q = readout.q[first_q:].data_ptr()

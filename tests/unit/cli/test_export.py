@@ -63,7 +63,7 @@ def test_transformers_reads_the_stock_folder(folder, tmp_path, capsys):
 @pytest.mark.parametrize(("dtype", "kind"), [("auto", "F32"), ("q8_0", "Q8_0")])
 def test_the_primary_as_a_gguf_file(tmp_path, capsys, dtype, kind):
     pytest.importorskip("gguf")
-    from dualflow.checkpoint.gguf_file import read_gguf
+    from dualflow.checkpoint.gguf.file import read_gguf
     from dualflow.testing.gguf import VOCAB_SIZE, write_tiny_gguf
 
     config = dataclasses.replace(CONFIG, vocab_size=VOCAB_SIZE)

@@ -158,7 +158,8 @@ def test_what_is_not_finite_stays_visible_in_its_own_row(
 
 STRUCTS = {
     "DfMatrix": library.Matrix, "DfGain": library.Gain, "DfLayer": library.Layer,
-    "DfAuxLayer": library.AuxLayer, "DfModelSpec": library.ModelSpec, "DfStep": library.Step,
+    "DfOwn": library.Own, "DfAuxLayer": library.AuxLayer, "DfModelSpec": library.ModelSpec,
+    "DfStep": library.Step,
 }  # fmt: skip
 SCALARS = {"int32_t": ctypes.c_int32, "float": ctypes.c_float}
 
@@ -191,9 +192,9 @@ def test_structs_are_those_of_the_header(name: str) -> None:
 def test_sizes_are_those_that_a_compiler_lays_out() -> None:
     sizes = {name: ctypes.sizeof(struct) for name, struct in STRUCTS.items()}
     assert sizes["DfMatrix"] == 48
-    assert sizes["DfLayer"] == 4 * 16 + 7 * 48
-    assert sizes["DfAuxLayer"] == 3 * 8 + 3 * 16
-    assert sizes["DfStep"] == 24 + 18 * 8
+    assert sizes["DfLayer"] == 6 * 16 + 7 * 48 + 8
+    assert sizes["DfAuxLayer"] == 3 * 8 + 5 * 16 + 5 * 3 * 48
+    assert sizes["DfStep"] == 24 + 19 * 8
 
 
 def test_numbers_are_those_of_the_header() -> None:
@@ -225,7 +226,7 @@ SIXTEENS = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "intermediate_
         ("standard", {}, "int4", None),
         ("phd2", {}, "float32", "there are kernels for standard and dual models, .* phd2"),
         ("two_softmax", {}, "float32", "this is two_softmax"),
-        ("dual", {"aux": AuxConfig(owns=("mlp",))}, "float32", "auxiliary flow owns mlp"),
+        ("dual", {"aux": AuxConfig(owns=("mlp",))}, "float32", None),
         ("dual", {}, "float64", "weights are float64; the kernels take float32, bfloat16, int8"),
         ("dual", {"head_dim": 8}, "float32", "head_dim is 8; the kernels take multiples of 16"),
         ("dual", {"hidden_size": 40, "head_dim": 16}, "float32", "hidden_size is 40"),

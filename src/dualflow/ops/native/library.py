@@ -17,7 +17,7 @@ MLPS = {"swiglu": 0, "geglu": 1, "gelu": 2, "relu2": 3}
 NORMS = {"rmsnorm": 0, "layernorm": 1}
 ISAS = ("baseline", "avx2", "avx512", "avx512bf16")
 """Instruction sets; who runs one runs those before it."""
-READOUTS = {"mixture": 0, "aux_only": 1, "primary_only": 2}
+READOUTS = {"mixture": 0, "aux_only": 1, "primary_only": 2, "learned": 3}
 
 
 class KernelsMissingError(RuntimeError):
@@ -35,30 +35,44 @@ class Gain(Structure):
     _fields_ = [("gain", c_void_p), ("bias", c_void_p)]
 
 
+_NORMS = ("attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm", "q_norm")
+
+
 class Layer(Structure):
-    _fields_ = [(name, Gain) for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm")] + [
-        (name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")
-    ]
+    _fields_ = [
+        *((name, Gain) for name in (*_NORMS, "k_norm")),
+        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        ("window", c_int32),
+    ]  # fmt: skip
+
+
+class Own(Structure):
+    _fields_ = [(name, Matrix) for name in ("whole", "a", "b")]
 
 
 class AuxLayer(Structure):
-    _fields_ = [(name, c_void_p) for name in ("query", "intermediate", "output")] + [
-        (name, Gain) for name in ("attention_norm", "mlp_norm", "q_norm")
-    ]
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "intermediate", "output")),
+        *((name, Gain) for name in _NORMS),
+        *((name, Own) for name in ("q", "o", "gate", "up", "down")),
+    ]  # fmt: skip
 
 
 class ModelSpec(Structure):
     _fields_ = [
         *((name, c_int32) for name in (
             "vocab", "width", "heads", "kv_heads", "head_dim", "inner", "layers", "flows",
-            "positions", "mlp", "norm", "readout",
+            "positions", "mlp", "norm", "readout", "qk_row",
         )),
-        ("norm_eps", c_float),
+        *((name, c_float) for name in (
+            "norm_eps", "embed_scale", "attention_scale", "attention_softcap", "final_softcap",
+        )),
         *((name, c_int32) for name in ("page_size", "pages", "kv_format", "threads")),
         ("final_norm", Gain), ("embed", Matrix), ("head", Matrix), ("embed_positions", c_void_p),
-        ("cosines", c_void_p), ("sines", c_void_p), ("layer", POINTER(Layer)),
+        ("cosines", c_void_p), ("sines", c_void_p), ("local_cosines", c_void_p),
+        ("local_sines", c_void_p), ("layer", POINTER(Layer)),
         ("aux_layer", POINTER(AuxLayer)), ("aux_embed", POINTER(Matrix)),
-        ("aux_final_norm", POINTER(Gain)),
+        ("aux_final_norm", POINTER(Gain)), ("aux_head", POINTER(Own)), ("alpha_weight", c_void_p),
     ]  # fmt: skip
 
 
@@ -68,7 +82,7 @@ class Step(Structure):
         for name in (
             "token", "position", "slot", "aux_token", "aux_position", "aux_pin", "row_end",
             "aux_end", "page", "page_begin", "read", "aux_of_read", "log_p", "log_q", "log_r",
-            "alpha", "complement", "best",
+            "alpha", "complement", "sureness", "best",
         )
     ]  # fmt: skip
 
@@ -119,12 +133,20 @@ def _open(isa: str) -> Any:
     except OSError as error:
         raise KernelsMissingError(f"the C++ kernels cannot be loaded: {error}") from error
     same = getattr(library, "df_layout", lambda: 0)()
-    if same != ctypes.sizeof(ModelSpec) << 16 | ctypes.sizeof(Step):
+    if same != _layout():
         raise KernelsMissingError(
             f"the C++ kernels for {isa!r} were compiled from another version of dualflow; compile "
             "them again: python -m dualflow.ops.native.build"
         )
     return _declare(library)
+
+
+def _layout() -> int:
+    """The number that a library with the same structs gives."""
+    number = 0
+    for struct in (ModelSpec, Layer, AuxLayer, Step):
+        number = number * 61 + ctypes.sizeof(struct) // 4
+    return number % 0x7FFFFFFF
 
 
 def _declare(library: Any) -> Any:

@@ -11,7 +11,7 @@ extern "C" {
 enum DfFormat { DF_F32 = 0, DF_BF16 = 1, DF_INT8 = 2, DF_INT4 = 3 };
 enum DfMlp { DF_SWIGLU = 0, DF_GEGLU = 1, DF_GELU = 2, DF_RELU2 = 3 };
 enum DfNorm { DF_RMSNORM = 0, DF_LAYERNORM = 1 };
-enum DfReadout { DF_MIXTURE = 0, DF_AUX_ONLY = 1, DF_PRIMARY_ONLY = 2 };
+enum DfReadout { DF_MIXTURE = 0, DF_AUX_ONLY = 1, DF_PRIMARY_ONLY = 2, DF_LEARNED = 3 };
 
 // A matrix as PyTorch holds it, [n, k] row by row, in one of the formats; bias [n] or null.
 // int8: codes [n, k], scale float16 [n, ceil(k / 32)]. int4: two codes a byte, the even input in the
@@ -30,30 +30,45 @@ typedef struct {
 } DfGain;
 
 typedef struct {
-    DfGain attention_norm, mlp_norm, q_norm, k_norm;
+    DfGain attention_norm, mlp_norm;                // of what attention and MLP read
+    DfGain attention_output_norm, mlp_output_norm;  // of what they give
+    DfGain q_norm, k_norm;
     DfMatrix q, k, v, o, gate, up, down;  // gate without data: the MLP is not gated
+    int32_t window;                       // keys that a query sees, its own included; 0: all
 } DfLayer;
+
+// What a flow owns of one matrix: one in its place, or the low-rank addition b a x to it, in floats;
+// neither has data: the flow shares it.
+typedef struct {
+    DfMatrix whole, a, b;
+} DfOwn;
 
 // What one flow owns in one layer; null: shares, or is not coupled.
 typedef struct {
     const float *query, *intermediate, *output;
-    DfGain attention_norm, mlp_norm, q_norm;
+    DfGain attention_norm, mlp_norm, attention_output_norm, mlp_output_norm, q_norm;
+    DfOwn q, o, gate, up, down;
 } DfAuxLayer;
 
 typedef struct {
     int32_t vocab, width, heads, kv_heads, head_dim, inner, layers, flows, positions;
     int32_t mlp, norm, readout;
-    float norm_eps;
+    int32_t qk_row;  // q_norm and k_norm go over the row of all heads
+    float norm_eps, embed_scale, attention_scale;
+    float attention_softcap, final_softcap;  // 0: there is none
     int32_t page_size, pages, kv_format;  // kv_format: DF_F32, DF_BF16 or DF_INT8
     int32_t threads;
     DfGain final_norm;
     DfMatrix embed, head;
     const void *embed_positions;  // float [positions, D] or null
     const float *cosines, *sines;  // [positions, H / 2] or null
+    const float *local_cosines, *local_sines;  // of layers with a window, where they differ; or null
     const DfLayer *layer;          // [layers]
     const DfAuxLayer *aux_layer;   // [flows, layers]
     const DfMatrix *aux_embed;     // [flows]
     const DfGain *aux_final_norm;  // [flows]
+    const DfOwn *aux_head;         // [flows]
+    const float *alpha_weight;     // [3] for DF_LEARNED, or null
 } DfModelSpec;
 
 // One step. Rows are sequence after sequence, those of the auxiliary too.
@@ -66,7 +81,8 @@ typedef struct {
     const int32_t *read;                                   // [reads] primary rows, or with T = 0 unused
     const int32_t *aux_of_read;                            // [reads] the auxiliary row of a read row, -1: none
     float *log_p, *log_q, *log_r;                          // [reads, V], [A, V], [reads, V]
-    float *alpha, *complement;                             // [reads]: alpha and 1 - alpha; with T = 0 given
+    float *alpha, *complement;                             // [reads]: alpha and 1 - alpha from p; with T = 0 given
+    float *sureness;                                       // [reads]: logit of p's collision; with T = 0 given
     int32_t *best;                                         // [reads]
 } DfStep;
 
@@ -74,7 +90,7 @@ typedef struct DfModel DfModel;
 
 const char *df_isa(void);       // what this library was compiled for
 const char *df_best_isa(void);  // what this machine can run
-// Bytes of DfModelSpec times 65536 plus those of DfStep: whether the caller knows the same structs.
+// A number made of the structs' sizes: whether the caller knows the same ones.
 int32_t df_layout(void);
 // null and *error set where the model cannot be built.
 DfModel *df_model_new(const DfModelSpec *spec, const char **error);

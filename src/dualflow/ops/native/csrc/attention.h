@@ -68,7 +68,9 @@ inline void write_cache(const Cache &c, int layer, int slot, int kind, int head,
 // Lanes of one sequence and kv head that are computed together.
 struct LaneBlock {
     int layer, head, lanes;
-    const int *limit;        // [lanes] keys each lane sees
+    const int *limit;        // [lanes] keys each lane sees, up to this one
+    const int *begin;        // [lanes] the first of them
+    float scale, softcap;    // of scores; no cap: 0
     Operand query;           // [lanes] rows of head_dim
     const int32_t *pages;
     int first_key, end_key;  // the keys to look at: whole pages from first_key on
@@ -84,7 +86,7 @@ struct AttentionScratch {
     std::vector<uint8_t> unpacked; // one int8 block, widened
     std::vector<uint16_t> query_b;
     std::vector<float> query_f;
-    std::vector<int> limit;
+    std::vector<int> limit, begin;
     std::vector<float> out, top, total;  // [LANES][H] of one chunk
     void reserve(int head_dim, int page_size) {
         scores.resize((size_t)LANES * CHUNK), weights.resize((size_t)LANES * CHUNK);
@@ -92,7 +94,7 @@ struct AttentionScratch {
         unpacked.resize((size_t)page_size * head_dim * 4);
         query_b.resize((size_t)LANES * head_dim);
         query_f.resize((size_t)LANES * head_dim);
-        limit.resize(LANES);
+        limit.resize(LANES), begin.resize(LANES);
     }
 };
 
@@ -202,22 +204,22 @@ inline void attend_block(const Cache &c, const LaneBlock &b, float *out, int ld,
     float *scores = s.scores.data();
     bool bf16 = DF_DOT_BF16 && c.format != DF_F32;
     by_rows(b.lanes, [&](auto mr, int row) { scores_of<mr.value>(c, b, row, scores, keys, s); });
-    float scale = 1 / sqrtf((float)H);
     for (int l = 0; l < b.lanes; l++) {
         float *row = scores + (size_t)l * keys;
         uint16_t *row_b = s.weights.data() + (size_t)l * keys;
-        int seen = b.limit[l] - b.first_key;
+        int seen = b.limit[l] - b.first_key, hidden = b.begin[l] - b.first_key;
         seen = seen < 0 ? 0 : seen > keys ? keys : seen;
         f16x best = all(-INFINITY);
         for (int key = 0; key < keys; key += 16) {
-            f16x v = load<f16x>(row + key) * scale;
+            f16x v = load<f16x>(row + key) * b.scale;
             if (c.format == DF_INT8) {
                 int at = b.first_key + key;
                 v *= load<f16x>(c.scales(b.layer, b.pages[at / Z], 0, b.head) + at % Z);
             }
-            if (key + 16 > seen)
+            if (b.softcap > 0) v = hyperbolic_tangent(v / b.softcap) * b.softcap;
+            if (key + 16 > seen || key < hidden)
                 for (int i = 0; i < 16; i++)
-                    if (key + i >= seen) v.set(i, -INFINITY);
+                    if (key + i >= seen || key + i < hidden) v.set(i, -INFINITY);
             best = bigger(v, best);
             store(row + key, v);
         }

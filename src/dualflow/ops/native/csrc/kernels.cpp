@@ -25,7 +25,11 @@ extern "C" {
 
 DF_PUBLIC const char *df_isa(void) { return DF_ISA; }
 
-DF_PUBLIC int32_t df_layout(void) { return (int32_t)(sizeof(DfModelSpec) << 16 | sizeof(DfStep)); }
+DF_PUBLIC int32_t df_layout(void) {
+    size_t number = 0;
+    for (size_t bytes : {sizeof(DfModelSpec), sizeof(DfLayer), sizeof(DfAuxLayer), sizeof(DfStep)}) number = number * 61 + bytes / 4;
+    return (int32_t)(number % 0x7fffffff);
+}
 
 DF_PUBLIC const char *df_best_isa(void) {
 #if defined(__x86_64__)

@@ -67,6 +67,8 @@ struct Operand {
     const float *row(int r) const { return f + (size_t)r * ld; }
     const uint16_t *row_bf16(int r) const { return b + (size_t)r * ld; }
     const int16_t *row_codes(int r) const { return q + (size_t)r * ld; }
+    // The rows from `r` on. Not of codes, which are made inside a product.
+    Operand from(int r) const { return {f ? row(r) : nullptr, b ? row_bf16(r) : nullptr, ld}; }
 };
 
 inline bool reads_bf16(int format) { return DF_DOT_BF16 && format == DF_BF16; }

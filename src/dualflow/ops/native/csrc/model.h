@@ -15,6 +15,17 @@ struct LayerWeights {
     Packed qkv, o, gate_up, down;
 };
 
+// What a flow owns of a matrix: another in its place, or a low-rank addition b a x to it.
+struct OwnWeights {
+    Packed whole, a, b;
+    int rank_ld() const { return a.strips * STRIP; }
+};
+
+// One flow's in one layer. Two matrices in one are so here too: `a` of gate and up stand one behind the other.
+struct FlowWeights {
+    OwnWeights q, o, gate_up, down;
+};
+
 // Places packed matrices one after the other in one large block.
 class Packer {
   public:
@@ -36,7 +47,10 @@ class Packer {
         return w;
     }
     size_t bytes() const { return used_; }
+    // The parts that have data; nothing where none has.
+    Packed plan_some(const std::vector<const DfMatrix *> &parts) { return parts[0]->data ? plan(parts) : Packed{}; }
     static void settle(Packed &w, uint8_t *base) {  // offsets become addresses
+        if (!w.data) return;
         w.data = base + ((size_t)w.data - 64);
         if (w.scale) w.scale = (const uint16_t *)(base + ((size_t)w.scale - 64));
         if (w.minimum) w.minimum = (const uint16_t *)(base + ((size_t)w.minimum - 64));
@@ -54,6 +68,7 @@ class Packer {
 
 // Fills the strips that thread t of `threads` will read. `step` 2 interleaves two parts.
 inline void fill(const Packed &w, const std::vector<const DfMatrix *> &parts, bool interleaved, int unit, int t, int threads) {
+    if (!w.data) return;
     int begin, end;
     share_of(w.strips, unit, t, threads, begin, end);
     for (int s = begin; s < end; s++) {
@@ -71,6 +86,19 @@ inline void fill(const Packed &w, const std::vector<const DfMatrix *> &parts, bo
     }
 }
 
+// One part, `whole`, `a` or `b`, of what a flow owns of one matrix or of two in one.
+inline std::vector<const DfMatrix *> parts_of(const std::vector<const DfOwn *> &own, DfMatrix DfOwn::*part) {
+    std::vector<const DfMatrix *> parts;
+    for (auto *one : own) parts.push_back(&(one->*part));
+    return parts;
+}
+
+// Rows of a product: the primary's, then those of each flow.
+struct Split {
+    int primary, each, flows;
+    int aux() const { return each * flows; }
+};
+
 // Sums over the vocabulary are made in blocks of columns that are cut at the same places whatever the number
 // of threads, and added up in their order: so a text's numbers do not depend on how many threads there are.
 constexpr int BLOCK = 1024;
@@ -79,7 +107,7 @@ inline int padded(int width) { return ceil_div(width, GROUP) * GROUP; }
 
 // What a step writes and reads between its phases; grows with the rows.
 struct Rooms {
-    std::vector<float> h, qkv, y, norm_f, out_f, inner_f, query_f, hidden_f, part, part_top, part_total;
+    std::vector<float> h, qkv, y, norm_f, out_f, inner_f, query_f, hidden_f, low, part, part_top, part_total;
     std::vector<uint16_t> norm_b, out_b, inner_b, query_b, hidden_b;
     std::vector<float> kept_q, kept_u, kept_y, reduce, flows;
 };
@@ -87,7 +115,7 @@ struct Rooms {
 struct ThreadRoom {
     AttentionScratch attention;
     MatmulScratch matmul;
-    std::vector<float> norm_f;
+    std::vector<float> norm_f, low;
     std::vector<uint16_t> norm_b;
 };
 

@@ -1,6 +1,6 @@
 // The phases of a layer, and the readout: what every thread does between two barriers of a step.
 #pragma once
-#include "step.h"
+#include "flows.h"
 
 namespace {
 
@@ -13,7 +13,7 @@ inline void NativeModel::layer(Frame &f, int l, int t) {
     float *qkv = rooms.qkv.data();
     auto emit = [&](int row, int strip, const f16x *v) { store(qkv + (size_t)row * QKV + strip * STRIP, *v); };
     // The auxiliary has no keys and values: its rows stop at the query's columns.
-    matmul(n, f.R, w.qkv, begin, std::min(end, queries), thread_rooms[t].matmul, false, emit);
+    project(f.split(), n, w.qkv, own_of(&FlowWeights::q, l), begin, std::min(end, queries), false, t, emit);
     matmul(n, f.T, w.qkv, std::max(begin, queries), end, thread_rooms[t].matmul, false, emit);
     couple(f, begin * STRIP, std::min(end, queries) * STRIP, &DfAuxLayer::query, l, qkv, QKV, rooms.kept_q, NH);
     pool->barrier();
@@ -25,13 +25,16 @@ inline void NativeModel::layer(Frame &f, int l, int t) {
     bool bf16 = reads_bf16(w.o.format);
     Operand o{bf16 ? nullptr : rooms.out_f.data(), bf16 ? rooms.out_b.data() : nullptr, out_ld};
     share_of(w.o.strips, 1, t, threads, begin, end);
-    float *h = rooms.h.data();
+    bool normed = layer_spec[l].attention_output_norm.gain != nullptr;
+    float *h = rooms.h.data(), *y = rooms.y.data();
     auto add = [&](int row, int strip, const f16x *v) {
-        float *at = h + (size_t)row * D + strip * STRIP;
-        store(at, load<f16x>(at) + *v);
+        size_t at = (size_t)row * D + strip * STRIP;
+        if (normed) store(y + at, *v);
+        else store(h + at, load<f16x>(h + at) + *v);
     };
-    matmul(o, f.R, w.o, begin, end, thread_rooms[t].matmul, false, add);
+    project(f.split(), o, w.o, own_of(&FlowWeights::o, l), begin, end, false, t, add);
     pool->barrier();
+    if (normed) norm_outputs(f, l, &DfLayer::attention_output_norm, &DfAuxLayer::attention_output_norm, true, t);
     mlp(f, l, t);
 }
 
@@ -48,7 +51,7 @@ inline void NativeModel::mlp(Frame &f, int l, int t) {
         put(u, u_b, bf16, (size_t)row * inner_ld + (gated ? strip / 2 : strip) * STRIP, value);
     };
     share_of(w.gate_up.strips, gated ? 2 : 1, t, threads, begin, end);
-    matmul(m, f.R, w.gate_up, begin, end, thread_rooms[t].matmul, gated, act);
+    project(f.split(), m, w.gate_up, own_of(&FlowWeights::gate_up, l), begin, end, gated, t, act);
     int share = gated ? 2 : 1;
     couple_inner(f, l, begin / share * STRIP, std::min(end / share * STRIP, F), bf16);
     pool->barrier();
@@ -57,7 +60,11 @@ inline void NativeModel::mlp(Frame &f, int l, int t) {
     float *y = rooms.y.data(), *h = rooms.h.data();
     auto keep = [&](int row, int strip, const f16x *v) { store(y + (size_t)row * D + strip * STRIP, *v); };
     share_of(w.down.strips, 1, t, threads, begin, end);
-    matmul(x, f.R, w.down, begin, end, thread_rooms[t].matmul, false, keep);
+    project(f.split(), x, w.down, own_of(&FlowWeights::down, l), begin, end, false, t, keep);
+    if (layer_spec[l].mlp_output_norm.gain) {
+        pool->barrier();
+        norm_outputs(f, l, &DfLayer::mlp_output_norm, &DfAuxLayer::mlp_output_norm, false, t);
+    }
     couple(f, begin * STRIP, end * STRIP, &DfAuxLayer::output, l, y, D, rooms.kept_y, D);
     for (int row = 0; row < f.R; row++)
         for (int c = begin * STRIP; c < end * STRIP; c += STRIP) {
@@ -102,30 +109,28 @@ DF_INLINE void rotate_head(float *x, int dim, const float *cosines, const float 
 // QK-norm and rotation of every row's query and of the primary's keys; keys and values go to their slots.
 inline void NativeModel::rotate_and_write(Frame &f, int l, int t) {
     int H = spec.head_dim;
-    bool bf16 = DF_DOT_BF16 && spec.kv_format != DF_F32;
+    bool bf16 = DF_DOT_BF16 && spec.kv_format != DF_F32, local = layer_spec[l].window > 0 && spec.local_cosines;
     // Neighbours in a text share lines of the cache, so each thread takes rows that follow each other.
     int begin, end;
     share_of(f.R, 1, t, pool->size(), begin, end);
     for (int row = begin; row < end; row++) {
         float *q = rooms.qkv.data() + (size_t)row * QKV, *k = q + NH, *v = k + KH;
-        int flow = f.flow(row);
-        const DfGain *gain = &layer_spec[l].q_norm;
-        if (flow >= 0 && aux_layer[(size_t)flow * spec.layers + l].q_norm.gain) gain = &aux_layer[(size_t)flow * spec.layers + l].q_norm;
-        const float *cosines = spec.cosines ? spec.cosines + (size_t)*f.position(row) * (H / 2) : nullptr;
-        const float *sines = spec.sines ? spec.sines + (size_t)*f.position(row) * (H / 2) : nullptr;
-        for (int n = 0; n < spec.heads; n++) {
-            float *x = q + n * H;
-            if (gain->gain) normalise(DF_RMSNORM, *gain, spec.norm_eps, x, H, x);
-            if (cosines) rotate_head(x, H, cosines, sines);
-        }
+        size_t turn = (size_t)*f.position(row) * (H / 2);
+        const float *cosines = spec.cosines ? (local ? spec.local_cosines : spec.cosines) + turn : nullptr;
+        const float *sines = spec.sines ? (local ? spec.local_sines : spec.sines) + turn : nullptr;
+        auto turn_heads = [&](float *row, int heads, const DfGain &gain) {
+            if (gain.gain && spec.qk_row) normalise(DF_RMSNORM, gain, spec.norm_eps, row, heads * H, row);
+            for (float *x = row; x < row + heads * H; x += H) {
+                if (gain.gain && !spec.qk_row) normalise(DF_RMSNORM, gain, spec.norm_eps, x, H, x);
+                if (cosines) rotate_head(x, H, cosines, sines);
+            }
+        };
+        turn_heads(q, spec.heads, gain_of(f.flow(row), l, &DfLayer::q_norm, &DfAuxLayer::q_norm));
         for (int i = 0; i < NH; i += 16) put(rooms.query_f.data(), rooms.query_b.data(), bf16, (size_t)row * NH + i, load<f16x>(q + i));
         if (row >= f.T) continue;
-        for (int n = 0; n < spec.kv_heads; n++) {
-            float *x = k + n * H;
-            if (layer_spec[l].k_norm.gain) normalise(DF_RMSNORM, layer_spec[l].k_norm, spec.norm_eps, x, H, x);
-            if (cosines) rotate_head(x, H, cosines, sines);
-            if (f.s.slot[row] < 0) continue;
-            write_cache(cache, l, f.s.slot[row], 0, n, x);
+        turn_heads(k, spec.kv_heads, layer_spec[l].k_norm);
+        for (int n = 0; f.s.slot[row] >= 0 && n < spec.kv_heads; n++) {
+            write_cache(cache, l, f.s.slot[row], 0, n, k + n * H);
             write_cache(cache, l, f.s.slot[row], 1, n, v + n * H);
         }
     }
@@ -169,7 +174,7 @@ inline int NativeModel::row_of(Frame &f, const AttentionTask &task, int lane) {
 
 // One piece: every chunk of its keys, joined into `out` [lanes, H].
 inline void NativeModel::attend_task(Frame &f, int l, const AttentionTask &task, AttentionScratch &s, float *out, float *top, float *total) {
-    int group = spec.heads / spec.kv_heads, H = spec.head_dim, furthest = 0;
+    int group = spec.heads / spec.kv_heads, H = spec.head_dim, furthest = 0, window = layer_spec[l].window, begin = INT32_MAX;
     bool bf16 = DF_DOT_BF16 && spec.kv_format != DF_F32;
     for (int lane = 0; lane < task.lanes; lane++) {
         int row = row_of(f, task, lane);
@@ -177,15 +182,18 @@ inline void NativeModel::attend_task(Frame &f, int l, const AttentionTask &task,
         if (bf16) memcpy(&s.query_b[(size_t)lane * H], &rooms.query_b[from], 2 * H);
         else memcpy(&s.query_f[(size_t)lane * H], &rooms.query_f[from], 4 * H);
         s.limit[lane] = *f.position(row) + 1;
-        furthest = std::max(furthest, s.limit[lane]);
+        s.begin[lane] = window ? std::max(0, s.limit[lane] - window) : 0;
+        furthest = std::max(furthest, s.limit[lane]), begin = std::min(begin, s.begin[lane]);
         top[lane] = -INFINITY, total[lane] = 0;
     }
     memset(out, 0, sizeof(float) * task.lanes * H);
-    LaneBlock b{l, task.head, task.lanes, s.limit.data(), {}, f.s.page + f.s.page_begin[task.sequence], 0, 0};
+    LaneBlock b{l, task.head, task.lanes, s.limit.data(), s.begin.data(), spec.attention_scale, spec.attention_softcap, {}, f.s.page + f.s.page_begin[task.sequence], 0, 0};
     b.query = Operand{bf16 ? nullptr : s.query_f.data(), bf16 ? s.query_b.data() : nullptr, H};
     int end = std::min(task.end_key, furthest), Z = spec.page_size;
-    for (b.first_key = task.first_key; b.first_key < end; b.first_key += CHUNK) {
-        b.end_key = ceil_div(std::min(end, b.first_key + CHUNK), Z) * Z;
+    // Chunks are cut at the same places; of the first one, pages that no lane sees are left out.
+    for (int next, key = std::max(task.first_key, begin / Z * Z); key < end; key = next) {
+        next = (key / CHUNK + 1) * CHUNK;
+        b.first_key = key, b.end_key = ceil_div(std::min(end, next), Z) * Z;
         attend_block(cache, b, s.out.data(), H, s.top.data(), s.total.data(), s);
         for (int lane = 0; lane < task.lanes; lane++) {
             size_t at = (size_t)lane * H;

@@ -3,7 +3,14 @@
 #include "phases.h"
 
 namespace {
-enum Reduction { TOP_P, SUM_P, SQUARE_P, MIXED_P, BEST_R, BEST_ID, REDUCTIONS = 8 };
+enum Reduction { TOP_P, SUM_P, SQUARE, MIXED, BEST_R, BEST_ID, REDUCTIONS = 8 };
+
+// The logit of a distribution's collision probability, from the sums of p² and of p (1 - p).
+inline float sureness(float square, float mixed) {
+    constexpr float tiny = 1.17549435e-38f;
+    return logf(fmaxf(square, tiny)) - logf(fmaxf(mixed, tiny));
+}
+inline float log_logistic(float x) { return fminf(x, 0) - log1pf(expf(-fabsf(x))); }
 
 // Rows of the head: the read primary rows, then the auxiliary rows flow by flow. With T = 0 log p and alpha
 // are given: the primary's rows were read by an earlier step.
@@ -30,10 +37,13 @@ inline void NativeModel::read_out(Frame &f, int t) {
     };
     auto emit = [&](int row, int strip, const f16x *v) {
         int column = strip * STRIP;
-        memcpy(target(row) + column, v, sizeof(float) * std::min(STRIP, V - column));
+        f16x logits = *v;
+        if (spec.final_softcap > 0) logits = hyperbolic_tangent(logits / spec.final_softcap) * spec.final_softcap;
+        memcpy(target(row) + column, &logits, sizeof(float) * std::min(STRIP, V - column));
     };
     Operand x{bf16 ? nullptr : rooms.hidden_f.data(), bf16 ? rooms.hidden_b.data() : nullptr, width_ld};
-    matmul(x, rows, head, begin, end, thread_rooms[t].matmul, false, emit);
+    auto own = [&](int flow) -> const OwnWeights & { return flow_heads[flow]; };
+    project({reads, f.A, f.flows}, x, head, own, begin, end, false, t, emit);
     distributions(f, t, begin * STRIP, std::min(end * STRIP, V), target);
 }
 
@@ -41,6 +51,7 @@ inline void NativeModel::read_out(Frame &f, int t) {
 template <class Target>
 inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Target target) {
     int reads = f.T ? f.reads : 0, rows = reads + f.flows * f.A, threads = pool->size(), blocks = ceil_div(spec.vocab, BLOCK);
+    bool learned = spec.readout == DF_LEARNED, mixes = spec.flows && (learned || spec.readout == DF_MIXTURE);
     float *room = rooms.reduce.data();
     auto cell = [&](int row, int block) { return room + ((size_t)row * blocks + block) * REDUCTIONS; };
     auto each_block = [&](auto step) {
@@ -84,11 +95,11 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
             each(from, to, [&](int c, auto n) {
                 f16x lp = take(x + c, n, -INFINITY) - normaliser;
                 give(x + c, n, lp);
-                if (row >= reads || spec.readout != DF_MIXTURE || !spec.flows) return;
+                if (row >= reads || !mixes) return;
                 f16x p = exponential(lp);
                 square += p * p, mixed += p * (1.0f - p);
             });
-            if (row < reads) cell(row, block)[SQUARE_P] = sum(square), cell(row, block)[MIXED_P] = sum(mixed);
+            if (row < reads) cell(row, block)[SQUARE] = sum(square), cell(row, block)[MIXED] = sum(mixed);
         });
     }
     if (f.flows > 1)  // q is the flows' mean in probability
@@ -100,6 +111,15 @@ inline void NativeModel::distributions(Frame &f, int t, int begin, int end, Targ
                 for (int i = 0; i < n; i++) lq.set(i, logf(mean[i] / f.flows));
                 give(f.s.log_q + (size_t)a * spec.vocab + c, n, lq);
             });
+    for (int a = 0; learned && f.flows && a < f.A; a++)
+        each_block([&](int block, int from, int to) {
+            f16x square = zeros(), mixed = zeros();
+            each(from, to, [&](int c, auto n) {
+                f16x q = exponential(take(target(reads + a) + c, n, -INFINITY));
+                square += q * q, mixed += q * (1.0f - q);
+            });
+            cell(reads + a, block)[SQUARE] = sum(square), cell(reads + a, block)[MIXED] = sum(mixed);
+        });
     pool->barrier();
     for (int i = 0; i < f.s.reads; i++) mix_row(f, t, i, each_block, cell, each, take, give);
     pool->barrier();
@@ -122,14 +142,25 @@ inline void NativeModel::mix_row(Frame &f, int t, int i, EachBlock each_block, C
     const float *log_p = f.s.log_p + (size_t)i * V, *log_q = aux < 0 ? nullptr : f.s.log_q + (size_t)aux * V;
     float *log_r = f.s.log_r + (size_t)i * V;
     float square = 0, mixed = 0;
+    auto collect = [&](int row) {  // sums of p² and p (1 - p)
+        square = mixed = 0;
+        for (int k = 0; k < ceil_div(V, BLOCK); k++) square += cell(row, k)[SQUARE], mixed += cell(row, k)[MIXED];
+    };
     if (f.T) {
-        for (int k = 0; k < ceil_div(V, BLOCK); k++) square += cell(i, k)[SQUARE_P], mixed += cell(i, k)[MIXED_P];
+        collect(i);
         if (t == 0) f.s.alpha[i] = square == square ? fminf(fmaxf(square, 0.5f), 1.0f) : NAN, f.s.complement[i] = fminf(fmaxf(mixed, 1.17549435e-38f), 0.5f);
     }
     float alpha = f.T ? fminf(fmaxf(square, 0.5f), 1.0f) : f.s.alpha[i];
     float rest = f.T ? fminf(fmaxf(mixed, 1.17549435e-38f), 0.5f) : f.s.complement[i];
     float log_alpha = logf(alpha), log_rest = logf(rest);
-    bool mixture = spec.readout == DF_MIXTURE && log_q, from_q = spec.readout == DF_AUX_ONLY && log_q;
+    if (spec.readout == DF_LEARNED) {
+        float p = f.T ? sureness(square, mixed) : f.s.sureness[i];
+        if (f.T && t == 0) f.s.sureness[i] = p;
+        if (log_q) collect((f.T ? f.reads : 0) + aux);
+        float logit = alpha_weight[0] + alpha_weight[1] * p + alpha_weight[2] * sureness(square, mixed);
+        log_alpha = log_logistic(logit), log_rest = log_logistic(-logit);
+    }
+    bool mixture = (spec.readout == DF_MIXTURE || spec.readout == DF_LEARNED) && log_q, from_q = spec.readout == DF_AUX_ONLY && log_q;
     if (f.T == 0 && aux < 0) return;
     each_block([&](int block, int from, int to) {
         float best = -INFINITY;

@@ -245,6 +245,18 @@ DF_INLINE f16x exponential(f16x x) {
     return where_above(low, x, zeros(), p * as<float>(power));
 }
 
+// tanh(x) to a few units in the last place.
+DF_INLINE f16x hyperbolic_tangent(f16x x) {
+    f16x size = where_above(x, zeros(), x, -x), z = x * x, twice = where_above(size, all(20), all(40), size + size);
+    f16x far = 1.0f - 2.0f / (exponential(twice) + 1.0f);  // cancels where x is small
+    f16x p = all(-0.0065484f);
+    p = p * z + 0.02127644f;
+    p = p * z - 0.05390407f;
+    p = p * z + 0.13333087f;
+    p = p * z - 0.33333332f;
+    return where_above(all(0.55f), size, x + x * z * p, where_above(x, zeros(), far, -far));
+}
+
 // log(1 + t) for t in [0, 1].
 DF_INLINE f16x log_one_plus(f16x t) {
     // log(1 + t) = 2 atanh(t / (2 + t)), whose argument is at most 1/3.
