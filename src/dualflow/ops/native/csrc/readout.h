@@ -145,6 +145,8 @@ inline void NativeModel::mix_row(Frame &f, int t, int i, EachBlock each_block, C
     auto collect = [&](int row) {  // sums of p² and p (1 - p)
         square = mixed = 0;
         for (int k = 0; k < ceil_div(V, BLOCK); k++) square += cell(row, k)[SQUARE], mixed += cell(row, k)[MIXED];
+        float total = square + mixed;  // float p add up to 1 within some 1e-5; the parts of a mixture must, exactly
+        square /= total, mixed /= total;
     };
     if (f.T) {
         collect(i);
