@@ -106,6 +106,7 @@ def test_impossible_models_are_refused(changes: dict[str, Any], message: str) ->
     ("changes", "message"),
     [
         ({"num_flows": 0}, "num_flows is 0; expected at least 1"),
+        ({"num_flows": 10**11}, "num_flows is 100000000000; expected 1024 at most"),
         ({"lora_rank": -1, "owns": ("mlp",)}, "lora_rank is -1; expected 0"),
         ({"lora_rank": 4}, "lora_rank is set but owns is empty"),
         ({"owns": ("mlp", "mlp")}, "owns names something twice"),
@@ -115,6 +116,12 @@ def test_impossible_models_are_refused(changes: dict[str, Any], message: str) ->
 def test_impossible_flows_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AuxConfig(**changes)
+
+
+def test_a_rank_beyond_the_models_width_is_refused() -> None:
+    aux = AuxConfig(owns=("mlp",), lora_rank=33)
+    with pytest.raises(ValueError, match=r"aux\.lora_rank is 33; expected hidden_size 32 at most"):
+        dataclasses.replace(tiny_config("dual"), aux=aux, hidden_size=32)
 
 
 def test_a_negative_primary_loss_weight_is_refused() -> None:

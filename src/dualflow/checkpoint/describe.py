@@ -23,7 +23,7 @@ from dualflow.checkpoint.huggingface_text import companions_of, real_ids
 from dualflow.checkpoint.locate import missing_weights, read_json
 from dualflow.checkpoint.sources import Source, SourceKind, find_source
 from dualflow.checkpoint.store import read_config, read_metrics, read_primary_config, read_quantised
-from dualflow.checkpoint.strict import AUX_FILE, PRIMARY_FILE
+from dualflow.checkpoint.strict import AUX_FILE, PRIMARY_FILE, check_counts
 from dualflow.checkpoint.tensors import TensorEntry, read_header
 from dualflow.model.flows import is_aux
 from dualflow.spec import ModelConfig, QuantisedFormat
@@ -131,6 +131,7 @@ def _in_folder(
     texts: Mapping[str, str],
     **more: Any,
 ) -> Description:
+    check_counts(source.path, config, len(headers))
     return Description(
         kind=source.kind, path=source.path, family=family, config=config,
         primary=_stored(headers, aux=False), aux=_stored(headers, aux=True),
@@ -151,6 +152,6 @@ def _has_template(texts: Mapping[str, str]) -> bool:
         return True
     try:
         table = json.loads(texts.get(TOKENIZER_CONFIG, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(table, dict) and bool(table.get("chat_template"))

@@ -53,7 +53,7 @@ def import_huggingface(
 
     Raises ``ValueError`` in one line that names the file and what is wrong with it: another
     architecture, an unknown or unsupported key, a missing, unexpected or misshapen tensor, pickled
-    weights, damage, values too large for ``dtype``.
+    weights, damage, values that are not finite or too large for ``dtype``.
     """
     place = _place(folder)
     path = place / "config.json"
@@ -77,7 +77,12 @@ def import_huggingface(
         for done, name in enumerate(sorted(wanted, key=stored.place)):
             if progress is not None:
                 progress(done, len(wanted))
-            tensor = cast(stored.read(name), dtype, f"{place}: {name}")
+            tensor = stored.read(name)
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(
+                    f"{place}: {name} holds values that are not finite; the weights are damaged"
+                )
+            tensor = cast(tensor, dtype, f"{place}: {name}")
             for ours, location in wanted[name]:
                 _fill(parameters[ours], _part(tensor, location))
     if progress is not None:

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dualflow.checkpoint.atomic import previous
 
@@ -50,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > _MAX_JSON_BYTES:
             raise ValueError(f"it has {size:,} bytes; expected {_MAX_JSON_BYTES:,} at most")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing") from error
     except OSError as error:
@@ -61,6 +61,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a JSON {type(value).__name__}; expected an object")
     return value
+
+
+def _no_number(name: str) -> NoReturn:
+    """Python reads NaN and Infinity, which are no JSON and could not be written again."""
+    raise ValueError(f"it has the value {name}")
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from dualflow.checkpoint.locate import (
 from dualflow.checkpoint.strict import (
     AUX_FILE,
     PRIMARY_FILE,
+    check_counts,
     check_strict,
     expected_tensors,
     stored_tensors,
@@ -137,12 +138,7 @@ def load_model(
         )
     headers = _read_headers(place)
     stored = {name: entry for header in headers.values() for name, entry in header.items()}
-    flows = max(1, config.num_flows)  # one without tensors of its own in a layer is possible
-    if config.num_layers > len(stored) or config.num_layers * flows > 16 * len(stored):
-        raise ValueError(
-            f"{place}: config.json has num_layers {config.num_layers:,} and "
-            f"{config.num_flows:,} auxiliary flows, the files {len(stored):,} tensors"
-        )
+    check_counts(place, config, len(stored))
     check_strict(place, expected_tensors(place, config, stored_as), headers)
     model = _empty_model(config, kind, device, dtype or _main_dtype(stored))
     tensors, matrices = stored_tensors(model), quantised_matrices(model)

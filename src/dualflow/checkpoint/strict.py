@@ -63,6 +63,18 @@ def expected_tensors(
     return expected
 
 
+def check_counts(place: Path, config: ModelConfig, count: int) -> None:
+    """Raise ``ValueError`` where ``count`` stored tensors cannot be those of so many layers and
+    flows: a crafted number is refused before anything is built or counted for it.
+    """
+    flows = max(1, config.num_flows)  # one without tensors of its own in a layer is possible
+    if config.num_layers > count or config.num_layers * flows > 16 * count:
+        raise ValueError(
+            f"{place}: config.json has num_layers {config.num_layers:,} and "
+            f"{config.num_flows:,} auxiliary flows, the files {count:,} tensors"
+        )
+
+
 def check_strict(
     place: Path,
     expected: Mapping[str, Expected],

@@ -15,8 +15,10 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol, cast
 
@@ -97,7 +99,7 @@ def _run_verb(name: str, arguments: Sequence[str], debug: bool) -> int:
     _add_debug(parser)
     args = parser.parse_args(arguments)
     try:
-        with _clean_interrupts(name):
+        with _clean_interrupts(name), _plain_warnings(name):
             code = verb.run(args)
         sys.stdout.flush()
         return code
@@ -138,6 +140,26 @@ def _clean_interrupts(verb: str) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def _plain_warnings(verb: str) -> Iterator[None]:
+    """Show our own warnings as one line each, without the line of code that they came from."""
+    usual, ours = warnings.formatwarning, str(Path(__file__).parents[1])
+
+    def plain(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        line: str | None = None,
+    ) -> str:  # fmt: skip
+        if category is UserWarning and filename.startswith(ours):
+            return f"dualflow {verb}: warning: {' '.join(str(message).split())}\n"
+        return usual(message, category, filename, lineno, line)
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def load_verb(name: str) -> Verb:

@@ -20,6 +20,10 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+MAX_FLOWS = 1024
+"""Flows beyond this are a slip of the keyboard: building them would take all memory there is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AuxConfig:
     """The auxiliary flows of a ``dual`` model (paper; switches marked "ours" in docs/dual_flow.md).
@@ -43,6 +47,10 @@ class AuxConfig:
 
     def __post_init__(self) -> None:
         require(self.num_flows >= 1, f"num_flows is {self.num_flows}; expected at least 1")
+        require(
+            self.num_flows <= MAX_FLOWS,
+            f"num_flows is {self.num_flows}; expected {MAX_FLOWS} at most",
+        )
         require(
             self.lora_rank >= 0,
             f"lora_rank is {self.lora_rank}; expected 0 (whole matrices) or more",
@@ -241,6 +249,12 @@ class ModelConfig:
             self.variant == "dual" or self.aux is None,
             f"aux is set, but variant is {self.variant!r}; "
             "auxiliary flows belong to variant = 'dual'",
+        )
+        # Every matrix has a side of hidden_size: a higher rank says no more and costs memory.
+        rank = 0 if self.aux is None else self.aux.lora_rank
+        require(
+            rank <= self.hidden_size,
+            f"aux.lora_rank is {rank}; expected hidden_size {self.hidden_size} at most",
         )
         require(
             self.variant in ("dual", "two_softmax") or self.readout == ReadoutConfig(),

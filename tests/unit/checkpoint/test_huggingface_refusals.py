@@ -132,3 +132,15 @@ def test_a_damaged_file_is_named(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert str(path) in refusal(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
+    change_tensors(folder, lambda tensors: tensors["model.norm.weight"].fill_(value))
+    assert "model.norm.weight holds values that are not finite" in refusal(folder)
+
+
+def test_a_config_with_what_json_does_not_have_is_refused_where_it_is_read(folder: Path) -> None:
+    change_config(folder, pad_token_id=float("nan"))
+    told = refusal(folder)
+    assert f"{folder / 'config.json'} is not usable JSON: it has the value NaN" in told

@@ -1,14 +1,17 @@
 """``dualflow convert``."""
 
 import json
+import sys
+import warnings
 
 import pytest
 import torch
 
-from dualflow.checkpoint import load_model, save_model
+from dualflow.checkpoint import huggingface_text, load_model, save_model
 from dualflow.cli.main import main
 from dualflow.testing import tiny_config
 from dualflow.testing.tensors import tiny_model
+from tests.unit.checkpoint.huggingface_folders import write_folder
 
 
 @pytest.fixture
@@ -96,3 +99,21 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys, verb, make, found):
     assert error.count("\n") == 1
     assert "GGUF" in error or "supported: llama" in error
     assert not (tmp_path / "new").exists()
+
+
+def test_a_warning_is_one_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(huggingface_text, "find_extra", lambda _: None)
+    write_folder(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.model").write_text("no vocabulary")
+    with warnings.catch_warnings():  # as outside of pytest, which would keep it to itself
+        warnings.simplefilter("always")
+        warnings.showwarning = show_warning
+        assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "new")]) == 0
+    shown = capfd.readouterr().err.splitlines()
+    assert len(shown) == 1
+    assert shown[0].startswith("dualflow convert: warning: ")
+    assert "tokenizer.model, but no tokenizer.json" in shown[0]
+
+
+def show_warning(message, category, filename, lineno, file=None, line=None):
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))

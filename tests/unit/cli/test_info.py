@@ -146,6 +146,13 @@ def test_what_a_file_says_of_itself_is_no_markup(folder, tmp_path, capsys):
     assert "[bold]a" in shown
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000])
+def test_a_damaged_tokenizer_config_is_no_obstacle(folder, capsys, text):
+    (folder / "tokenizer_config.json").write_text(text)
+    assert main(["info", str(folder)]) == 0
+    assert "no chat template" in capsys.readouterr().out
+
+
 def test_errors_are_one_line_and_exit_2(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"architectures": ["FooForCausalLM"]}')
     assert main(["info", str(tmp_path)]) == 2
@@ -153,6 +160,14 @@ def test_errors_are_one_line_and_exit_2(tmp_path, capsys):
     assert "FooForCausalLM" in error
     assert "supported: llama" in error
     assert error.count("\n") == 1
+
+
+def test_a_config_that_lies_about_its_layers_is_told_at_once(folder, capsys):
+    table = json.loads((folder / "config.json").read_text())
+    table["config"]["num_layers"] = 2**31
+    (folder / "config.json").write_text(json.dumps(table))
+    assert main(["info", str(folder)]) == 2
+    assert "num_layers 2,147,483,648 and" in capsys.readouterr().err
 
 
 def test_missing_weights_are_told(folder, capsys):

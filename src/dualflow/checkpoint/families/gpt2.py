@@ -19,8 +19,10 @@ class InnerSize:
         return frozenset({"n_inner"})
 
     def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        inner = table["n_inner"]
-        return {"intermediate_size": 4 * table["n_embd"] if inner is None else inner}
+        inner, width = table["n_inner"], table["n_embd"]
+        if inner is None:  # a width that is no number is told as such by whoever reads it
+            inner = 4 * width if type(width) is int else width
+        return {"intermediate_size": inner}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         return {"n_inner": config.intermediate_size}

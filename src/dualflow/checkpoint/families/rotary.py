@@ -107,7 +107,7 @@ def _one(
 ) -> tuple[Any, dict[str, Any] | None]:
     """The base and the scaling of one kind of layer, fields of ``RopeScaling`` or None."""
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in _FIELDS:
+    if not isinstance(kind, str) or kind not in _FIELDS:
         raise ValueError(
             f"{where}.rope_type = {kind!r} is not supported (expected {' or '.join(_FIELDS)})"
         )

@@ -44,7 +44,7 @@ class LayerTypes:
 
     def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
         window = table["sliding_window"]
-        if self.switch is not None and not table[self.switch]:
+        if self.switch is not None and not _switch(table, self.switch):
             window = None
         types = table.get("layer_types")
         if types is not None:
@@ -86,6 +86,13 @@ def _sliding(types: Any, count: Any) -> list[int]:
                 f"layer_types[{layer}] = {kind!r} is not supported (expected {_FULL} or {_SLIDING})"
             )
     return [layer for layer, kind in enumerate(types) if kind == _SLIDING]
+
+
+def _switch(table: Mapping[str, Any], key: str) -> bool:
+    value = table[key]
+    if type(value) is not bool:
+        raise ValueError(f"{key} = {value!r}; expected true or false")
+    return value
 
 
 def _whole(table: Mapping[str, Any], key: str) -> int:

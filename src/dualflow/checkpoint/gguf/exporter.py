@@ -73,11 +73,17 @@ def export_gguf(
 
     def write(temporary: Path) -> None:
         writer = gguf.GGUFWriter(temporary, family.architecture)
-        for key, value in metadata.items():
-            _add(writer, key, value)
-        tensors.write(writer, progress)
-        writer.close()
+        try:
+            for key, value in metadata.items():
+                _add(writer, key, value)
+            tensors.write(writer, progress)
+        except OSError as error:  # numpy says neither the file nor that the disk is full
+            reason = error.strerror or f"{error}; the disk may be full"
+            raise OSError(f"{path} cannot be written: {reason}") from error
+        finally:
+            writer.close()
 
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(Path(path), write)
 
 

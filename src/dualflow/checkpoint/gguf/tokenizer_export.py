@@ -43,8 +43,9 @@ def export_tokenizer(companions: Mapping[str, str], rows: int) -> dict[str, Any]
     """
     if TOKENIZER not in companions:
         raise ValueError("the model has no tokenizer.json, which a GGUF file needs")
+    config = _table(companions, TOKENIZER_CONFIG)
     try:
-        table, config = json.loads(companions[TOKENIZER]), _table(companions, TOKENIZER_CONFIG)
+        table = json.loads(companions[TOKENIZER])
         named = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
         tokenizer = Tokenizer.from_json(companions[TOKENIZER], named.get("eos_token"))
         backend = tokenizers.Tokenizer.from_str(companions[TOKENIZER])
@@ -73,7 +74,10 @@ def export_tokenizer(companions: Mapping[str, str], rows: int) -> dict[str, Any]
 
 
 def _table(companions: Mapping[str, str], name: str) -> dict[str, Any]:
-    table = json.loads(companions.get(name, "{}"))
+    try:
+        table = json.loads(companions.get(name, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not usable JSON: {error}") from error
     return table if isinstance(table, dict) else {}
 
 

@@ -246,6 +246,21 @@ def test_progress_ends_at_the_total(tmp_path: Path):
     assert seen == [(done, 20) for done in range(21)]
 
 
+def test_folders_above_the_file_are_made(tmp_path: Path):
+    export_gguf(random_model(PLAIN), tmp_path / "new" / "deep" / "a.gguf", companions=COMPANIONS)
+    assert [path.name for path in (tmp_path / "new" / "deep").iterdir()] == ["a.gguf"]
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path, monkeypatch):
+    def full(*_: Any) -> None:
+        raise OSError("12288 requested and 1952 written")  # as numpy says it
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(OSError, match=r"a\.gguf cannot be written: .*the disk may be full"):
+        export_gguf(random_model(PLAIN), tmp_path / "a.gguf", companions=COMPANIONS)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="no tokenizer.json"):
         export_gguf(random_model(PLAIN), tmp_path / "a.gguf", companions={})

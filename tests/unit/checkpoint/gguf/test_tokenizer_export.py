@@ -105,6 +105,12 @@ def test_what_llama_cpp_cannot_do_is_named():
     refused(companions_of(normalised), "'<x>' has normalized set")
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["{", "[" * 100_000])
+def test_a_damaged_companion_is_named(name: str, text: str):
+    refused({**other(), name: text}, f"{name} is not usable JSON")
+
+
 def test_a_sentencepiece_tokenizer_that_spaces_otherwise_is_refused():
     backend: Any = Backend.from_str(
         import_tokenizer(sentencepiece_metadata(False))[0]["tokenizer.json"]
