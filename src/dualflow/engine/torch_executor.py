@@ -79,7 +79,7 @@ class TorchExecutor:
         read_T = self._ids(rows.read)
         readout = self._read(out.primary_TD[read_T], out.aux_FAD, rows.aux)
         if rows.keep and out.kept is not None:
-            kept = [Kept(*(x[read_T] for x in layer)) for layer in out.kept]
+            kept = [layer.at(read_T) for layer in out.kept]
             readout.handle = _Later(
                 kept, out.primary_TD[read_T], tokens_T[read_T], positions_T[read_T]
             )
@@ -106,7 +106,7 @@ class TorchExecutor:
         aux_A = self._ids(aux)
         if not self._model.config.num_flows:
             return later.primary_TD.new_empty(0, len(aux), later.primary_TD.shape[1])
-        kept = [Kept(*(x[aux_A] for x in layer)) for layer in later.kept]
+        kept = [layer.at(aux_A) for layer in later.kept]
         some = AuxRows(later.tokens_T[aux_A], later.positions_T[aux_A], None, kept)
         positions = [p for s in rows.sequences for p in range(s.start, s.start + s.count)]
         layout = self._layout(rows, positions, [rows.read[i] for i in aux], primary=False)

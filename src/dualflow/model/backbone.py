@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from dualflow.model.couplings import per_flow, project
 from dualflow.model.flows import is_aux, new_embedding, norm_of, owned
 from dualflow.model.kv import BatchKV, ContiguousCache, KVWriter, Remembered
-from dualflow.model.layer import Layer, RotaryTable
+from dualflow.model.layer import Layer, LayerOutput, RotaryTable
+from dualflow.model.moe import LayerRouting
 from dualflow.model.quantise import QUANTISED_TENSORS, QuantisedEmbedding
 from dualflow.model.readout import ReadoutLogProbs
-from dualflow.model.rows import Kept, Rows
+from dualflow.model.rows import FanOut, Kept, Rows
 from dualflow.ops.mixture import TargetLogProbs, log_softmax, sum_over_chunks
 from dualflow.ops.rope import rotary_table
 from dualflow.spec import ModelConfig, QuantisedFormat
@@ -26,25 +27,29 @@ class AuxRows(NamedTuple):
 
     ``pins_A`` names the primary row of this step each is pinned to (None: row i to row i). Where an
     earlier step made the primary rows, ``kept`` holds their intermediates layer by layer, and the
-    reader resolves ``pins_A``.
+    reader resolves ``pins_A``. ``experts`` says how many experts the rows of a flow go through
+    where that is not what the model was trained with, each its own number of [A] where they differ.
     """
 
     tokens_A: Tensor
     positions_A: Tensor
     pins_A: Tensor | None = None
     kept: Sequence[Kept] | None = None
+    experts: FanOut | None = None
 
 
 class StepOutput(NamedTuple):
     """Final hidden rows, after the last norm.
 
     ``aux_FAD`` is None where no auxiliary rows were asked for, and has no flows where the variant
-    has none; ``kept`` is there where it was asked for.
+    has none; ``kept`` is there where it was asked for; ``routing`` has an item for every layer with
+    experts.
     """
 
     primary_TD: Tensor
     aux_FAD: Tensor | None
     kept: list[Kept] | None = None
+    routing: Sequence[LayerRouting] = ()
 
 
 class LossSums(NamedTuple):
@@ -149,6 +154,7 @@ class CausalLM(nn.Module):
         *,
         aux: AuxRows | None = None,
         keep: bool = False,
+        primary_experts: FanOut | None = None,
     ) -> StepOutput:
         """One forward step, whatever the phase: T primary rows and the auxiliary rows of the pinned
         ones.
@@ -159,6 +165,7 @@ class CausalLM(nn.Module):
         aux_pins_A:  rows of this step that get auxiliary rows; or ``aux``: auxiliary rows in full
                      (see ``AuxRows``).
         keep:        also return every primary row's intermediates, for auxiliary rows run later.
+        primary_experts: how many experts the primary rows go through; None: as trained.
         """
         if aux is None and aux_pins_A is not None:
             aux = AuxRows(tokens_T[aux_pins_A], positions_T[aux_pins_A], aux_pins_A)
@@ -172,30 +179,37 @@ class CausalLM(nn.Module):
         if self.model.embed_positions is not None:
             h_RD = h_RD + self.model.embed_positions(positions_R)
         pins_A, kept = (aux.pins_A, aux.kept) if aux is not None else (None, None)
-        rows = Rows(len(tokens_T), num_flows, positions_R, pins_A, kept)
-        h_RD, made = self._layers(h_RD, rows, kv)
+        aux_experts = aux.experts.repeat(num_flows) if aux is not None and aux.experts else None
+        rows = Rows(
+            len(tokens_T), num_flows, positions_R, pins_A, kept, primary_experts, aux_experts
+        )
+        h_RD, made, routing = self._layers(h_RD, rows, kv)
         n_RD = per_flow(h_RD, rows, self.model.norm, owned(self.model.aux, "norm"))
         primary_TD = rows.primary(n_RD)
         aux_FAD = None
         if aux is not None:
             none_FAD = primary_TD.new_empty(0, len(aux.tokens_A), primary_TD.shape[1])
             aux_FAD = rows.aux(n_RD) if num_flows else none_FAD
-        return StepOutput(primary_TD, aux_FAD, made if keep else None)
+        return StepOutput(primary_TD, aux_FAD, made if keep else None, routing)
 
     def _layers(
         self, h_RD: Tensor, rows: Rows, kv: Sequence[KVWriter]
-    ) -> tuple[Tensor, list[Kept]]:
+    ) -> tuple[Tensor, list[Kept], list[LayerRouting]]:
         rotary, local_rotary = self._rotary(rows.positions_R, h_RD.dtype)
         made: list[Kept] = []
+        routing: list[LayerRouting] = []
         for index, layer in enumerate(self.model.layers):
             turns = rotary if self.config.window_of(index) is None else local_rotary
             inputs = (h_RD, rows, kv[index], turns, rows.kept[index] if rows.kept else None)
             if self._checkpointing and self.training and torch.is_grad_enabled():
-                h_RD, kept = checkpoint(layer, *inputs, use_reentrant=False)
+                out: LayerOutput = checkpoint(layer, *inputs, use_reentrant=False)
             else:
-                h_RD, kept = layer(*inputs)
-            made.append(kept)
-        return h_RD, made
+                out = layer(*inputs)
+            h_RD = out.state_RD
+            made.append(out.kept)
+            if out.routing is not None:
+                routing.append(out.routing)
+        return h_RD, made, routing
 
     def _rotary(
         self, positions_R: Tensor, activations: torch.dtype

@@ -42,16 +42,23 @@ class LoRA(nn.Module):
 class AuxLayer(nn.Module):
     """One flow's own parameters in one layer; what it does not own is None."""
 
-    def __init__(self, config: ModelConfig, aux: AuxConfig, matrices: dict[str, nn.Linear]) -> None:
+    def __init__(
+        self, config: ModelConfig, aux: AuxConfig, index: int, matrices: dict[str, nn.Linear]
+    ) -> None:
         super().__init__()
         sizes = {
             "query": config.num_heads * config.head_size,
-            "intermediate": config.intermediate_size,
+            "intermediate": config.coupled_size(index),
             "output": config.hidden_size,
         }
         for name, size in sizes.items():
-            vector = nn.Parameter(torch.zeros(size)) if name in aux.couplings else None
+            there = name in aux.couplings and size > 0
+            vector = nn.Parameter(torch.zeros(size)) if there else None
             self.register_parameter(f"{name}_coupling", vector)
+        experts = None
+        if config.moe and config.has_experts(index) and aux.expert_couplings:
+            experts = nn.Parameter(torch.zeros(config.moe.num_experts, config.moe.expert_size))
+        self.register_parameter("expert_coupling", experts)
         for name, shared in matrices.items():
             owned = name in aux.owns or (name in MLP_MATRICES and "mlp" in aux.owns)
             self.add_module(name, _own_matrix(shared, aux.lora_rank) if owned else None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dualflow.spec import ModelConfig
 
-RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 ZEROS = ("bias", "_coupling", "lora_B.weight", "aux_readout.weight")
 
 

@@ -13,12 +13,15 @@ include that norm. The keys of a position's own token are there before either fl
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from dualflow.model.couplings import couple, per_flow, project
 from dualflow.model.flows import LAYER_NORMS, AuxLayer, norm_of, owned, query_norm
 from dualflow.model.kv import KVWriter
+from dualflow.model.moe import LayerRouting, MoE
 from dualflow.model.rows import Kept, Rows
 from dualflow.ops.activation import mlp_intermediate
 from dualflow.ops.attention import Scope
@@ -49,12 +52,22 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The MLP matrices under their Hugging Face names; the gate exists for gated kinds."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, inner: int) -> None:
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, bias = config.hidden_size, config.mlp_bias
         self.gate_proj = nn.Linear(hidden, inner, bias=bias) if config.gated else None
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
+
+
+class LayerOutput(NamedTuple):
+    """The new state [R, D], the primary's intermediates (q1, u1, y1), each [T, ...], and what the
+    router did where the layer has experts.
+    """
+
+    state_RD: Tensor
+    kept: Kept
+    routing: LayerRouting | None
 
 
 class Layer(nn.Module):
@@ -72,15 +85,22 @@ class Layer(nn.Module):
         self.query_scale = None if scale is None else scale * config.head_size**0.5
         self.own_key_value = own_key_value
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        # Of a layer with experts this is the shared one, where there is one.
+        inner = config.coupled_size(index)
+        self.mlp = MLP(config, inner) if inner else None
+        self.moe = MoE(config) if config.has_experts(index) else None
         for name, place in LAYER_NORMS.items():
             there = config.norm_placement in (place, "both")
             self.add_module(name, norm_of(config, config.hidden_size) if there else None)
         self.aux = nn.ModuleList()
         if config.flows:
             names = {"q_proj": self.self_attn.q_proj, "o_proj": self.self_attn.o_proj}
-            names |= {name: m for name, m in self.mlp.named_children() if isinstance(m, nn.Linear)}
-            self.aux.extend(AuxLayer(config, config.flows, names) for _ in range(config.num_flows))
+            if self.mlp is not None:
+                children = self.mlp.named_children()
+                names |= {name: m for name, m in children if isinstance(m, nn.Linear)}
+            self.aux.extend(
+                AuxLayer(config, config.flows, index, names) for _ in range(config.num_flows)
+            )
 
     def forward(
         self,
@@ -89,12 +109,9 @@ class Layer(nn.Module):
         kv: KVWriter,
         rotary: RotaryTable | None,
         kept: Kept | None = None,
-    ) -> tuple[Tensor, Kept]:
-        """One layer over all rows. Returns the new state and the primary's intermediates (q1,
-        u1, y1), each [T, ...].
-        """
-        own = partial(owned, self.aux)
-        attention, mlp = self.self_attn, self.mlp
+    ) -> LayerOutput:
+        """One layer over all rows."""
+        own, attention = partial(owned, self.aux), self.self_attn
 
         n_RD = self._norm("input_layernorm", h_RD, rows)
         q_RX = project(n_RD, rows, attention.q_proj, own("q_proj"))
@@ -105,16 +122,35 @@ class Layer(nn.Module):
         h_RD = h_RD + self._norm("attention_output_layernorm", o_RD, rows)
 
         m_RD = self._norm("post_attention_layernorm", h_RD, rows)
+        y_RD, u1_TF = self._mlp(m_RD, rows, kept)
+        chosen = None
+        if self.moe is not None:
+            chosen = self.moe(m_RD, rows, own("expert_coupling"), kept)
+            y_RD = chosen.output_RD + self.moe.gated(m_RD, y_RD)
+        y_RD = self._norm("mlp_output_layernorm", y_RD, rows)
+        y1_TD = rows.primary(y_RD)
+        y_RD = couple(y_RD, rows, own("output_coupling"), kept and kept.output)
+        made = Kept(q1_TX, u1_TF, y1_TD)
+        if chosen is None:
+            return LayerOutput(h_RD + y_RD, made, None)
+        made = made._replace(
+            experts=chosen.routing.primary.experts_XK, expert_intermediate=chosen.intermediate_TKF
+        )
+        return LayerOutput(h_RD + y_RD, made, chosen.routing)
+
+    def _mlp(self, m_RD: Tensor, rows: Rows, kept: Kept | None) -> tuple[Tensor, Tensor]:
+        """The MLP, or the shared expert, over all rows; and the primary's intermediate. Zero where
+        there is neither.
+        """
+        mlp, own = self.mlp, partial(owned, self.aux)
+        if mlp is None:
+            return torch.zeros_like(m_RD), m_RD.new_empty(rows.num_primary, 0)
         g_RF = mlp.gate_proj and project(m_RD, rows, mlp.gate_proj, own("gate_proj"))
         u_RF = project(m_RD, rows, mlp.up_proj, own("up_proj"))
         u_RF = mlp_intermediate(self.mlp_kind, g_RF, u_RF)
         u1_TF = rows.primary(u_RF)
         u_RF = couple(u_RF, rows, own("intermediate_coupling"), kept and kept.intermediate)
-        y_RD = project(u_RF, rows, mlp.down_proj, own("down_proj"))
-        y_RD = self._norm("mlp_output_layernorm", y_RD, rows)
-        y1_TD = rows.primary(y_RD)
-        y_RD = couple(y_RD, rows, own("output_coupling"), kept and kept.output)
-        return h_RD + y_RD, Kept(q1_TX, u1_TF, y1_TD)
+        return project(u_RF, rows, mlp.down_proj, own("down_proj")), u1_TF
 
     def _norm(self, name: str, x_RC: Tensor, rows: Rows) -> Tensor:
         """The norm ``name``, or each flow's own; nothing where the family has none there."""

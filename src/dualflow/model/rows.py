@@ -25,6 +25,25 @@ class Kept(NamedTuple):
     """[A, F], after the activation and gate."""
     output: Tensor
     """[A, D], the MLP's output before the residual add."""
+    experts: Tensor | None = None
+    """[A, K], the experts of a mixture; None where the layer has none."""
+    expert_intermediate: Tensor | None = None
+    """[A, K, F], of every one of them, where flows couple it."""
+
+    def at(self, rows: Tensor) -> "Kept":
+        """The intermediates of some of the rows."""
+        return Kept(*(None if x is None else x[rows] for x in self))  # type: ignore[arg-type]
+
+
+class FanOut(NamedTuple):
+    """How many experts rows go through: at most ``most``, or each its own number of ``each_X``."""
+
+    most: int
+    each_X: Tensor | None = None
+
+    def repeat(self, num_flows: int) -> "FanOut":
+        """For the rows of several flows, one flow after the other."""
+        return self if self.each_X is None else FanOut(self.most, self.each_X.repeat(num_flows))
 
 
 @dataclass(frozen=True)
@@ -40,6 +59,9 @@ class Rows:
     kept:         per layer, the primary's intermediates at the pinned rows, where an earlier step
                   computed them (lazy execution: T may then be 0); None: they are taken from this
                   step's primary rows.
+    primary_experts, aux_experts: how many experts the rows of each flow go through where a layer
+                  has them, all flows' auxiliary rows one after the other; None: as many as the
+                  model was trained with.
     """
 
     num_primary: int
@@ -47,6 +69,8 @@ class Rows:
     positions_R: Tensor
     pins_A: Tensor | None = None
     kept: Sequence[Kept] | None = None
+    primary_experts: FanOut | None = None
+    aux_experts: FanOut | None = None
 
     def primary(self, x_RC: Tensor) -> Tensor:
         """[T, ...]: the primary's rows."""

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualflow.spec import MoEConfig
+
 
 def attention(q_NH: Tensor, k_SKH: Tensor, v_SKH: Tensor, softcap: float | None = None) -> Tensor:
     """One query row over S keys, head by head: softmax(q·k / sqrt(H)) v, [N, H]; every score x
@@ -31,6 +33,28 @@ def rotate(x_H: Tensor, position: int, theta: float) -> Tensor:
     turn = torch.polar(torch.ones(half, dtype=torch.float64), position * theta ** (-index / half))
     turned = torch.complex(x_H[:half].double(), x_H[half:].double()) * turn
     return torch.cat([turned.real, turned.imag]).to(x_H.dtype)
+
+
+def choose_experts(
+    logits_E: list[float], moe: MoEConfig, k: int, bias_E: list[float] | None = None
+) -> dict[int, float]:
+    """The experts of one row and their weights, best first."""
+    if moe.scores == "softmax":
+        largest = max(logits_E)
+        total = math.fsum(math.exp(x - largest) for x in logits_E)
+        scores = [math.exp(x - largest) / total for x in logits_E]
+    else:
+        scores = [1 / (1 + math.exp(-x)) for x in logits_E]
+    choice = [
+        score + bias for score, bias in zip(scores, bias_E or [0.0] * len(scores), strict=True)
+    ]
+    size = moe.num_experts // moe.num_groups
+    groups = [range(first, first + size) for first in range(0, moe.num_experts, size)]
+    groups.sort(key=lambda group: -sum(sorted(choice[e] for e in group)[-2:]))
+    allowed = sorted(e for group in groups[: moe.groups_per_token] for e in group)
+    chosen = sorted(allowed, key=lambda e: -choice[e])[:k]
+    total = math.fsum(scores[e] for e in chosen) if moe.normalise else 1.0
+    return {e: scores[e] / total * moe.scaling for e in chosen}
 
 
 def mixture_loss(

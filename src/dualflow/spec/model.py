@@ -1,67 +1,19 @@
-"""What a model is, as plain data: family switches, the auxiliary flow, the readout."""
+"""What a model is, as plain data: family switches, flows, experts."""
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-Coupling = Literal["query", "intermediate", "output"]
-Owned = Literal["q_proj", "o_proj", "mlp", "lm_head"]
+from dualflow.spec.checks import require
+from dualflow.spec.flows import AuxConfig, ReadoutConfig
+from dualflow.spec.moe import MoEConfig
+
 Variant = Literal["standard", "dual", "phd2", "two_softmax"]
 FloatFormat = Literal["float64", "float32", "bfloat16", "float16"]
 QuantisedFormat = Literal["int8", "int4"]
 
 WEIGHT_GROUP = 32
 """Inputs of one output that share a scale in a quantised matrix."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ``ValueError(message)`` unless ``condition``."""
-    if not condition:
-        raise ValueError(message)
-
-
-MAX_FLOWS = 1024
-"""Flows beyond this are a slip of the keyboard: building them would take all memory there is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuxConfig:
-    """The auxiliary flows of a ``dual`` model (paper; switches marked "ours" in docs/dual_flow.md).
-
-    num_flows:   how many auxiliary flows; q is their uniform mean in probability.
-    couplings:   which of the three learned vectors exist: a (query), b (intermediate), c (output).
-    embedding:   ``own`` gives each flow its E2; ``tied`` reads E1 (a control of the ablation
-                 ladder).
-    flow_norms:  whether norm gains are shared with the primary or the flow has its own.
-    owns:        matrices the flow owns instead of sharing the primary's.
-    lora_rank:   0: what it owns are whole matrices; r > 0: it owns a LoRA of rank r on top of the
-                 shared ones.
-    """
-
-    num_flows: int = 1
-    couplings: tuple[Coupling, ...] = ("query", "intermediate", "output")
-    embedding: Literal["own", "tied"] = "own"
-    flow_norms: Literal["shared", "separate"] = "shared"
-    owns: tuple[Owned, ...] = ()
-    lora_rank: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.num_flows >= 1, f"num_flows is {self.num_flows}; expected at least 1")
-        require(
-            self.num_flows <= MAX_FLOWS,
-            f"num_flows is {self.num_flows}; expected {MAX_FLOWS} at most",
-        )
-        require(
-            self.lora_rank >= 0,
-            f"lora_rank is {self.lora_rank}; expected 0 (whole matrices) or more",
-        )
-        require(
-            self.lora_rank == 0 or bool(self.owns),
-            "lora_rank is set but owns is empty; name the matrices it adapts",
-        )
-        for field in ("couplings", "owns"):
-            names = getattr(self, field)
-            require(len(set(names)) == len(names), f"{field} names something twice: {list(names)}")
 
 
 _DEFAULT_AUX = AuxConfig()
@@ -71,38 +23,6 @@ _POSITIVE = (
     "sliding_window",
 )  # fmt: skip
 """Fields of ``ModelConfig`` that are above 0 where they are given."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadoutConfig:
-    """How p and q become the distribution r that is trained and sampled.
-
-    kind:                 ``mixture`` r = αp + (1 − α)q with α = clip(Σp², ½, 1) (paper);
-                          ``aux_only`` r = q; ``primary_only`` r = p; ``learned`` is the mixture
-                          with α = σ(w · [1, logit Σp², logit Σq²]) and w three learned numbers of
-                          the auxiliary (ours; for retrofits, where α ≥ ½ holds q back).
-    alpha_gradient:       whether the gradient flows through α (ours).
-    standalone_primary:   of ``aux_only``: p is a model in its own right all the same, as in a
-                          retrofit, so that the auxiliary may be left out.
-    primary_loss_weight:  λ in loss = −log r − λ log p (ours); above 0 it keeps p usable with the
-                          auxiliary off.
-    """
-
-    kind: Literal["mixture", "aux_only", "primary_only", "learned"] = "mixture"
-    alpha_gradient: bool = True
-    standalone_primary: bool = False
-    primary_loss_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        require(
-            self.primary_loss_weight >= 0,
-            f"primary_loss_weight is {self.primary_loss_weight}; expected 0 or more",
-        )
-        require(
-            self.kind == "aux_only" or not self.standalone_primary,
-            f"standalone_primary is set, but kind is {self.kind!r}, where p always stands for "
-            "itself; it belongs to 'aux_only'",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +90,8 @@ class ModelConfig:
     sliding_window:   keys that a sliding layer's query sees, its own included.
     sliding_layers:   which layers slide; None: all of them, where ``sliding_window`` is set.
     scale_embeddings: token embeddings are multiplied by √hidden_size (Gemma).
+    moe:              the mixture of experts that stands for the MLP in all layers but its
+                      ``dense_layers``; None: every layer has an MLP of ``intermediate_size``.
     """
 
     variant: Variant = "standard"
@@ -201,6 +123,7 @@ class ModelConfig:
     attention_output_bias: bool = False
     mlp: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     mlp_bias: bool = False
+    moe: MoEConfig | None = None
     tie_embeddings: bool = False
     scale_embeddings: bool = False
     init_std: float = 0.02
@@ -280,12 +203,65 @@ class ModelConfig:
             or (self.sliding_layers is None and self.local_rope_theta is None),
             "sliding_layers or local_rope_theta is set, but sliding_window is not",
         )
+        self._check_moe()
         layers = self.sliding_layers or ()
         require(
             all(0 <= layer < self.num_layers for layer in layers)
             and len(set(layers)) == len(layers),
             f"sliding_layers is {list(layers)}; expected different layers below {self.num_layers}",
         )
+
+    def _check_moe(self) -> None:
+        aux = self.aux or _DEFAULT_AUX
+        moe = self.moe
+        if moe is None:
+            require(
+                aux.experts_per_token is None and aux.routing == "independent",
+                "aux.experts_per_token or aux.routing is set, but the model has no experts (moe)",
+            )
+            return
+        require(not self.mlp_bias, "mlp_bias is set, but experts (moe) have no biases")
+        require(
+            all(0 <= layer < self.num_layers for layer in moe.dense_layers),
+            f"moe.dense_layers is {list(moe.dense_layers)}; expected layers below "
+            f"{self.num_layers}",
+        )
+        k_aux = moe.experts_per_token if aux.experts_per_token is None else aux.experts_per_token
+        require(
+            k_aux <= moe.num_experts,
+            f"aux.experts_per_token is {k_aux}, but there are {moe.num_experts} experts",
+        )
+        require(
+            aux.routing == "independent" or k_aux == moe.experts_per_token,
+            f"aux.experts_per_token is {k_aux}, but under routing 'replay' a flow's rows go through "
+            f"the primary's {moe.experts_per_token} experts",
+        )
+        require(
+            "mlp" not in aux.owns,
+            "aux.owns names 'mlp', but the MLPs of this model are experts (moe), which flows share",
+        )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    def coupled_size(self, layer: int) -> int:
+        """Features that b couples in this layer: the MLP's intermediate, or the shared expert's; 0
+        where there is none.
+        """
+        return (
+            self.moe.shared_size
+            if self.moe and self.has_experts(layer)
+            else (self.intermediate_size)
+        )
+
+    @property
+    def aux_experts_per_token(self) -> int:
+        """k_aux; 0 where there are no experts."""
+        if self.moe is None or self.flows is None:
+            return 0
+        chosen = self.flows.experts_per_token
+        return self.moe.experts_per_token if chosen is None else chosen
 
     def window_of(self, layer: int) -> int | None:
         """Keys that a query of this layer sees, its own included; None: all of them."""

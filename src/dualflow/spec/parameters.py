@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dualflow.spec.model import AuxConfig, ModelConfig
+from dualflow.spec.flows import AuxConfig
+from dualflow.spec.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ def _primary_shapes(c: ModelConfig) -> Iterator[tuple[int, int]]:
     if c.position == "learned":
         yield c.max_position, c.hidden_size
     yield norm, c.hidden_size
-    for _ in range(c.num_layers):
+    for layer in range(c.num_layers):
         yield norms_per_layer(c) * norm, c.hidden_size
         yield query + 2 * key, c.hidden_size + c.attention_bias
         yield c.hidden_size, query + c.attention_output_bias
-        yield from _mlp_shapes(c)
+        yield from _mlp_shapes(c, layer)
         if c.qk_norm:
             yield 1, query_norm_size(c)
             yield 1, key if c.qk_norm_span == "row" else c.head_size
@@ -59,16 +60,22 @@ def query_norm_size(c: ModelConfig) -> int:
     return c.num_heads * c.head_size if c.qk_norm_span == "row" else c.head_size
 
 
-def _mlp_shapes(c: ModelConfig) -> Iterator[tuple[int, int]]:
-    yield (2 if c.gated else 1) * c.intermediate_size, c.hidden_size + c.mlp_bias
-    yield c.hidden_size, c.intermediate_size + c.mlp_bias
+def _mlp_shapes(c: ModelConfig, layer: int) -> Iterator[tuple[int, int]]:
+    matrices, inner = 2 if c.gated else 1, c.coupled_size(layer)
+    yield matrices * inner, c.hidden_size + c.mlp_bias
+    if inner:
+        yield c.hidden_size, inner + c.mlp_bias
+    if c.moe and c.has_experts(layer):
+        yield c.moe.num_experts, c.hidden_size
+        yield c.moe.shared_gate, c.hidden_size
+        yield (matrices + 1) * c.moe.num_experts * c.moe.expert_size, c.hidden_size
 
 
 def _flow_parameters(c: ModelConfig, aux: AuxConfig) -> int:
     query = c.num_heads * c.head_size
     norm = c.hidden_size * (2 if c.norm == "layernorm" else 1)
-    per_coupling = {"query": query, "intermediate": c.intermediate_size, "output": c.hidden_size}
-    layer = sum(per_coupling[name] for name in aux.couplings)
+    per_coupling = {"query": query, "output": c.hidden_size}
+    layer = sum(per_coupling.get(name, 0) for name in aux.couplings)
     owned: dict[str, list[tuple[int, int]]] = {
         "q_proj": [(query, c.hidden_size + c.attention_bias)],
         "o_proj": [(c.hidden_size, query + c.attention_output_bias)],
@@ -84,6 +91,10 @@ def _flow_parameters(c: ModelConfig, aux: AuxConfig) -> int:
         if name in aux.owns:
             layer += sum(size(rows, columns, biases[name]) for rows, columns in shapes)
     total = c.num_layers * layer
+    for index in range(c.num_layers):
+        total += ("intermediate" in aux.couplings) * c.coupled_size(index)
+        if c.moe and c.has_experts(index) and aux.expert_couplings:
+            total += c.moe.num_experts * c.moe.expert_size
     if aux.embedding == "own":
         total += c.vocab_size * c.hidden_size
     if "lm_head" in aux.owns:

@@ -1,6 +1,7 @@
 """Named standard models."""
 
-from dualflow.spec.model import ModelConfig, require
+from dualflow.spec.checks import require
+from dualflow.spec.model import ModelConfig
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int) -> ModelConfig:

@@ -7,7 +7,14 @@ intermediate size that is no multiple of the model's, a vocabulary unlike all of
 import dataclasses
 from typing import Any
 
-from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig, RopeScaling, Variant
+from dualflow.spec import (
+    AuxConfig,
+    ModelConfig,
+    MoEConfig,
+    ReadoutConfig,
+    RopeScaling,
+    Variant,
+)
 
 _GEMMA: dict[str, Any] = {
     "norm_offset": True, "mlp": "geglu", "scale_embeddings": True, "tie_embeddings": True,
@@ -58,6 +65,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {"norm_placement": "post", "qk_norm": True, "qk_norm_span": "row"},
 }  # fmt: skip
 """What each family changes in ``tiny_config``: every family switch has a row that turns it."""
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "attention_bias": True,
+        "moe": MoEConfig(
+            num_experts=6, experts_per_token=2, expert_size=10, shared_size=14, shared_gate=True,
+            normalise=False,
+        ),
+    },
+    "qwen3_moe": {
+        "qk_norm": True,
+        "moe": MoEConfig(num_experts=6, experts_per_token=3, expert_size=10, dense_layers=(1,)),
+    },
+    "mixtral": {"moe": MoEConfig(num_experts=4, experts_per_token=2, expert_size=12)},
+    "olmoe": {
+        "qk_norm": True, "qk_norm_span": "row",
+        "moe": MoEConfig(num_experts=8, experts_per_token=3, expert_size=10, normalise=False),
+    },
+    "deepseek_v3": {
+        "moe": MoEConfig(
+            num_experts=8, experts_per_token=3, expert_size=10, shared_size=12, scores="sigmoid",
+            scaling=2.5, selection_bias=True, num_groups=4, groups_per_token=2, dense_layers=(0,),
+        ),
+    },
+    "ungated_experts": {
+        "mlp": "relu2",
+        "moe": MoEConfig(num_experts=4, experts_per_token=1, expert_size=10, shared_size=8),
+    },
+}  # fmt: skip
+"""Models whose MLPs are mixtures of experts: every switch of ``MoEConfig`` has a row that turns
+it.
+"""
 
 _AUX_ONLY = ReadoutConfig(kind="aux_only")
 
@@ -111,6 +150,11 @@ def tiny_config(variant: Variant = "standard", **changes: Any) -> ModelConfig:
 def family_config(family: str, variant: Variant = "standard", **changes: Any) -> ModelConfig:
     """``tiny_config`` with the switches of one of ``FAMILIES``."""
     return tiny_config(variant, **(FAMILIES[family] | changes))
+
+
+def mixture_config(mixture: str, variant: Variant = "standard", **changes: Any) -> ModelConfig:
+    """``tiny_config`` with the experts of one of ``MIXTURES``."""
+    return tiny_config(variant, **(MIXTURES[mixture] | changes))
 
 
 def flow_config(flow: str, **changes: Any) -> ModelConfig:

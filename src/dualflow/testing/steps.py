@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dualflow.model import AuxRows, BatchKV, CausalLM, StepOutput
 from dualflow.spec import AuxConfig, ModelConfig
-from dualflow.testing.configs import family_config, flow_config, tiny_config
+from dualflow.testing.configs import family_config, flow_config, mixture_config, tiny_config
 
 EVERY_KIND: dict[str, ModelConfig] = {
     "standard": tiny_config("standard"),
@@ -24,6 +24,18 @@ EVERY_KIND: dict[str, ModelConfig] = {
     "dual, Gemma 3 family": family_config("gemma3", "dual", aux=AuxConfig(flow_norms="separate")),
     "dual, OLMo-2 family": family_config("olmo2", "dual", aux=AuxConfig(flow_norms="separate")),
     "dual, learned alpha": flow_config("learned_alpha"),
+    "standard, Qwen2-MoE": mixture_config("qwen2_moe"),
+    "phd2, DeepSeek-V3": mixture_config("deepseek_v3", "phd2"),
+    "dual, Qwen2-MoE": mixture_config("qwen2_moe", "dual", aux=AuxConfig(experts_per_token=3)),
+    "dual, DeepSeek-V3 without experts for the flow": mixture_config(
+        "deepseek_v3", "dual", aux=AuxConfig(experts_per_token=0, flow_norms="separate")
+    ),
+    "dual, Mixtral replayed": mixture_config("mixtral", "dual", aux=AuxConfig(routing="replay")),
+    "dual, OLMoE replayed and coupled": mixture_config(
+        "olmoe",
+        "dual",
+        aux=AuxConfig(num_flows=2, routing="replay", expert_couplings=True),
+    ),
 }
 """Every variant and every way an auxiliary flow can differ from the primary."""
 

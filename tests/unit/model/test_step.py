@@ -94,7 +94,7 @@ def test_auxiliary_rows_run_later_on_their_own(name: str) -> None:
     first = model.step(tokens, positions, [BatchKV(1, LENGTH)] * model.config.num_layers, keep=True)
     assert first.kept is not None and first.aux_FAD is None
     pins = torch.tensor([5, 33, 69])
-    kept = [type(layer)(*(x[pins] for x in layer)) for layer in first.kept]
+    kept = [layer.at(pins) for layer in first.kept]
     none = tokens[:0]
     out = model.step(none, none, readers, aux=AuxRows(tokens[pins], pins, pins, kept))
     assert out.aux_FAD is not None and want.aux_FAD is not None
@@ -113,7 +113,7 @@ def test_a_late_auxiliary_row_beside_new_primary_rows_sees_no_later_key(num_prim
     first = model.step(tokens[:start], positions[:start], cache.writers(), keep=True)
     assert first.kept is not None
     late = torch.tensor([5])
-    aux = AuxRows(tokens[late], late, None, [Kept(*(x[late] for x in k)) for k in first.kept])
+    aux = AuxRows(tokens[late], late, None, [layer.at(late) for layer in first.kept])
     new = slice(start, start + num_primary)
     out = model.step(tokens[new], positions[new], cache.writers(), aux=aux)
     assert out.aux_FAD is not None and want.aux_FAD is not None
