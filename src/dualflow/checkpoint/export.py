@@ -18,7 +18,14 @@ from dualflow.checkpoint.companions import (
     TOKENIZER_CONFIG,
     write_companions,
 )
-from dualflow.checkpoint.families import Family, Location, differences, express, find_family
+from dualflow.checkpoint.families import (
+    Family,
+    Location,
+    differences,
+    express,
+    find_family,
+    rows_axis,
+)
 from dualflow.checkpoint.huggingface_folder import INDEX, SINGLE
 from dualflow.checkpoint.strict import expected_tensors, stored_tensors
 from dualflow.checkpoint.tensors import save_tensors
@@ -139,10 +146,12 @@ Places = dict[str, list[tuple[Location, Tensor]]]
 
 
 def _places(model: CausalLM, family: Family) -> Places:
-    tensors, places = stored_tensors(model), {}
-    for ours in expected_tensors(Path(), standard_twin(model.config), None):
-        location = family.names.locate(ours)
-        places.setdefault(location.name, []).append((location, tensors[ours]))
+    config, tensors, places = standard_twin(model.config), stored_tensors(model), {}
+    for ours in expected_tensors(Path(), config, None):
+        for location in family.names.locate(ours, config):
+            tensor = tensors[ours].detach()
+            part = tensor if location.expert is None else tensor[location.expert]
+            places.setdefault(location.name, []).append((location, part))
     for parts in places.values():
         parts.sort(key=lambda part: part[0].index)
     return places
@@ -192,8 +201,8 @@ def _joined(
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor as the family stores it."""
     for name in names:
-        parts = [cast(tensor.detach(), dtype, name) for _, tensor in stored[name]]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [cast(tensor, dtype, name) for _, tensor in stored[name]]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, rows_axis(parts[0].dim()))
         yield name, tensor.t() if stored[name][0][0].transposed else tensor
 
 

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from dualflow.checkpoint.casting import cast
-from dualflow.checkpoint.families import HEAD, SUPPORTED, Family, Location, find_family
+from dualflow.checkpoint.families import (
+    HEAD,
+    SUPPORTED,
+    Family,
+    Location,
+    Names,
+    find_family,
+    rows_axis,
+)
 from dualflow.checkpoint.huggingface_folder import StoredWeights
 from dualflow.checkpoint.huggingface_text import companions_of, real_ids
 from dualflow.checkpoint.imported import Imported
@@ -65,6 +73,8 @@ def import_huggingface(
         raise ValueError(f"{path}: {error}") from error
     stored = StoredWeights(place)
     wanted = _match(place, family, config, stored)
+    if dtype is None:
+        _check_stacks(place, wanted, stored)
     companions = companions_of(place, table, config.vocab_size)
     real = real_ids(companions, place)
     if real is not None and real < config.vocab_size:
@@ -84,7 +94,7 @@ def import_huggingface(
                 )
             tensor = cast(tensor, dtype, f"{place}: {name}")
             for ours, location in wanted[name]:
-                _fill(parameters[ours], _part(tensor, location))
+                _fill(parameters[ours], _part(tensor, location), location.expert)
     if progress is not None:
         progress(len(wanted), len(wanted))
     return Imported(model.eval(), companions, table)
@@ -120,10 +130,17 @@ def _match(place: Path, family: Family, config: ModelConfig, stored: StoredWeigh
             f"{place}: config.json has {config.num_layers:,} layers, the files "
             f"{len(stored.entries):,} tensors"
         )
-    whole = family.names.whole(stored.entries)
-    found = {name for name in whole if not family.names.is_buffer(name)}
-    shapes, parts = _expected(place, family, config)
-    head = family.names.embedding if config.tie_embeddings else HEAD
+    names = family.names_in(stored.entries)
+    experts = names.count_separate(config)
+    if experts > len(stored.entries):
+        raise ValueError(
+            f"{place}: config.json has {experts:,} experts in all layers, the files "
+            f"{len(stored.entries):,} tensors"
+        )
+    whole = names.whole(stored.entries)
+    found = {name for name in whole if not names.is_buffer(name)}
+    shapes, parts = _expected(place, names, config)
+    head = names.embedding if config.tie_embeddings else HEAD
     if config.tie_embeddings and HEAD in found:
         found = _one_of_two(place, head, whole, found, stored)
         if head not in found:
@@ -133,17 +150,15 @@ def _match(place: Path, family: Family, config: ModelConfig, stored: StoredWeigh
 
 
 def _expected(
-    place: Path, family: Family, config: ModelConfig
+    place: Path, names: Names, config: ModelConfig
 ) -> tuple[dict[str, tuple[int, ...]], Wanted]:
     """Shapes of the tensors a family stores for ``config``, and what of ours lies in each."""
     shapes: dict[str, tuple[int, ...]] = {}
     parts: Wanted = {}
     for ours, tensor in expected_tensors(place, config, None).items():
-        location = family.names.locate(ours)
-        rows, *columns = tensor.shape
-        shape = (rows * location.count, *columns)
-        shapes[location.name] = shape[::-1] if location.transposed else shape
-        parts.setdefault(location.name, []).append((ours, location))
+        for location in names.locate(ours, config):
+            shapes[location.name] = location.shape(tensor.shape)
+            parts.setdefault(location.name, []).append((ours, location))
     return shapes, parts
 
 
@@ -194,6 +209,20 @@ def _check(
         )
 
 
+def _check_stacks(place: Path, wanted: Wanted, stored: StoredWeights) -> None:
+    """Raise ``ValueError`` where the tensors that one of ours stacks differ in their format."""
+    first: dict[str, str] = {}
+    for name, parts in wanted.items():
+        for ours, _ in parts:
+            other = first.setdefault(ours, name)
+            formats = stored.entries[other].dtype, stored.entries[name].dtype
+            if formats[0] != formats[1]:
+                raise ValueError(
+                    f"{place}: {other} is {formats[0]} and {name} {formats[1]}; experts are kept "
+                    "in one format, so name one (dtype) that all weights are read as"
+                )
+
+
 def _main_dtype(stored: StoredWeights, wanted: Wanted) -> torch.dtype:
     """The format of most weights: what the model is built in before each tensor gets its own."""
     sizes: dict[str, int] = {}
@@ -205,13 +234,13 @@ def _main_dtype(stored: StoredWeights, wanted: Wanted) -> torch.dtype:
 
 def _part(tensor: Tensor, location: Location) -> Tensor:
     turned = tensor.t() if location.transposed else tensor
-    return turned.chunk(location.count)[location.index]
+    return turned.chunk(location.count, rows_axis(turned.dim()))[location.index]
 
 
-def _fill(parameter: Tensor, tensor: Tensor) -> None:
+def _fill(parameter: Tensor, tensor: Tensor, expert: int | None) -> None:
     if parameter.dtype != tensor.dtype:
         parameter.data = torch.empty_like(parameter, dtype=tensor.dtype)
-    parameter.copy_(tensor)
+    (parameter if expert is None else parameter[expert]).copy_(tensor)
 
 
 def _few(names: list[str]) -> str:

@@ -1,5 +1,5 @@
-"""A mixture of experts for both flows: each row's router chooses, and every expert that anyone chose
-is multiplied once.
+"""A mixture of experts for both flows: each row's router chooses, and every expert that anyone
+chose is multiplied once.
 
 The fan-out belongs to the flow: a primary row goes through ``moe.experts_per_token`` experts in
 prefill and in decode, so that a key made by decode is the one that prefill would have made; an

@@ -92,10 +92,16 @@ class Pairs(NamedTuple):
         if torch.is_autocast_enabled(x_PI.device.type):
             x_PI = x_PI.to(torch.get_autocast_dtype(x_PI.device.type))
         matrices_EOI = matrices_EOI.to(x_PI.dtype)
-        if x_PI.dtype == torch.float64:  # torch has no grouped product of such
+        if not _has_grouped_product(x_PI, matrices_EOI):
             return product_by_loop(x_PI, matrices_EOI, self.counts_E)
         ends_E = self.counts_E.cumsum(0).to(torch.int32)
         return F.grouped_mm(x_PI, matrices_EOI.transpose(1, 2), offs=ends_E)
+
+
+def _has_grouped_product(x_PI: Tensor, matrices_EOI: Tensor) -> bool:
+    """Torch's takes rows of a whole number of 16 bytes, forward and backward, and no float64."""
+    sizes = x_PI.shape[1] * x_PI.itemsize, matrices_EOI.shape[1] * x_PI.itemsize
+    return x_PI.dtype != torch.float64 and not any(size % 16 for size in sizes)
 
 
 def product_by_loop(x_PI: Tensor, matrices_EOI: Tensor, counts_E: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualflow.model import AuxRows, BatchKV, CausalLM, Kept, build_model
+from dualflow.model import AuxRows, BatchKV, CausalLM, build_model
 from dualflow.model.kv import BatchReader, _CacheReader
 from dualflow.spec import AuxConfig, ModelConfig
 from dualflow.testing import tiny_config

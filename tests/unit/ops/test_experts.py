@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from dualflow.model import build_model
 from dualflow.ops import experts, reference
 from dualflow.spec import MoEConfig
-from dualflow.testing.configs import MIXTURES
+from dualflow.testing.configs import MIXTURES, mixture_config
 
 MOES: dict[str, MoEConfig] = {name: fields["moe"] for name, fields in MIXTURES.items()}
 
@@ -90,3 +91,13 @@ def test_the_grouped_product_equals_the_loop(counts: list[int], dtype: torch.dty
     torch.testing.assert_close(
         got.double(), want, atol=1e-4 if dtype == torch.float32 else 0.2, rtol=0.0
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MOES)
+def test_every_mixture_trains_in_every_format(name: str, dtype: torch.dtype) -> None:
+    config = mixture_config(name, "dual")
+    model = build_model(config, dtype=dtype)
+    tokens = torch.randint(0, 53, (2, 9), generator=torch.Generator().manual_seed(0))
+    model.loss(tokens, tokens).total.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

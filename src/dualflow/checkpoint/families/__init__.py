@@ -7,10 +7,10 @@ write its file and put it into ``select.FAMILIES``.
 """
 
 from dualflow.checkpoint.families.family import Family, canonical, differences
-from dualflow.checkpoint.families.names import HEAD, Location
+from dualflow.checkpoint.families.names import HEAD, Location, Names, rows_axis
 from dualflow.checkpoint.families.select import FAMILIES, SUPPORTED, express, find_family
 
 __all__ = [
-    "FAMILIES", "HEAD", "SUPPORTED", "Family", "Location", "canonical", "differences", "express",
-    "find_family",
+    "FAMILIES", "HEAD", "SUPPORTED", "Family", "Location", "Names", "canonical", "differences",
+    "express", "find_family", "rows_axis",
 ]  # fmt: skip

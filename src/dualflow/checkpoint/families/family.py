@@ -1,14 +1,14 @@
 """What a family is: how its config.json and its tensors say what a model of ours is."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dualflow import config as configuration
 from dualflow.checkpoint.families.keys import IRRELEVANT, NEUTRAL, Part
 from dualflow.checkpoint.families.names import Names
-from dualflow.spec import ModelConfig, standard_twin
+from dualflow.spec import ModelConfig, MoEConfig, standard_twin
 
 FIELDS = {
     "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_layers": "num_hidden_layers",
@@ -33,6 +33,7 @@ class Family:
     neutral:        keys with the values at which they change nothing; any other is refused.
     irrelevant:     keys that never change what the model computes, beside ``keys.IRRELEVANT``.
     names:          what its tensors are called.
+    read_names:     what else they are called in folders that are read; each has its ``sign``.
     whole_heads:    whether hidden_size must be a multiple of the number of heads.
     """
 
@@ -45,6 +46,7 @@ class Family:
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     irrelevant: frozenset[str] = frozenset()
     names: Names = field(default_factory=Names)
+    read_names: tuple[Names, ...] = ()
     whole_heads: bool = False
 
     def read(self, table: Mapping[str, Any]) -> ModelConfig:
@@ -67,6 +69,12 @@ class Family:
             config.head_dim == config.hidden_size // config.num_heads
         )
         return dataclasses.replace(config, head_dim=None) if plain else config
+
+    def names_in(self, stored: Collection[str]) -> Names:
+        """What the tensors of a folder are called that stores these."""
+        signs = {names.sign: names for names in self.read_names}
+        found = (signs[sign] for sign in signs if any(name.endswith(sign) for name in stored))
+        return next(found, self.names)
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """A config.json with what this family can say of ``config``; what ``read`` makes of it may
@@ -128,17 +136,50 @@ def canonical(config: ModelConfig) -> ModelConfig:
         sliding_window=c.sliding_window if slides else None,
         sliding_layers=slides if slides else None,
         local_rope_theta=local if slides else None,
+        moe=(moe := _canonical_experts(c)),
+        # Of no layer, where all have experts.
+        intermediate_size=1 if moe and not moe.dense_layers else c.intermediate_size,
+    )
+
+
+def _canonical_experts(config: ModelConfig) -> MoEConfig | None:
+    """The same of experts; None where every layer is dense."""
+    moe = config.moe
+    if moe is None or not any(map(config.has_experts, range(config.num_layers))):
+        return None
+    # A row may choose in all groups: then they are none.
+    grouped = moe.groups_per_token < moe.num_groups
+    return dataclasses.replace(
+        moe,
+        dense_layers=tuple(sorted(set(moe.dense_layers))),
+        num_groups=moe.num_groups if grouped else 1,
+        groups_per_token=moe.groups_per_token if grouped else 1,
+        balance_weight=0.0,
+        z_weight=0.0,
+        bias_rate=0.0,
     )
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig, where: str) -> list[str]:
     """In which fields two primaries differ: "norm_eps is 1e-05, in WHERE 1e-06"."""
-    first, second = canonical(ours), canonical(theirs)
-    pairs = {
-        field.name: (getattr(first, field.name), getattr(second, field.name))
-        for field in dataclasses.fields(ModelConfig)
-    }
-    return [f"{name} is {a!r}, in {where} {b!r}" for name, (a, b) in pairs.items() if a != b]
+    first, second = _values(canonical(ours)), _values(canonical(theirs))
+    if (first["moe"] is None) != (second["moe"] is None):
+        del first["intermediate_size"]  # said by that already
+    return [
+        f"{name} is {value!r}, in {where} {second[name]!r}"
+        for name, value in first.items()
+        if value != second.get(name, value)
+    ]
+
+
+def _values(config: ModelConfig) -> dict[str, Any]:
+    """Every field by name, those of the experts as "moe.NAME" beside whether there are any."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    moe: MoEConfig | None = values["moe"]
+    if moe is None:
+        return values
+    inside = {f"moe.{name}": value for name, value in dataclasses.asdict(moe).items()}
+    return values | {"moe": "a mixture of experts"} | inside
 
 
 def _short(value: Any) -> str:

@@ -99,6 +99,14 @@ class Activation:
         return {self.key: name} if name else {}
 
 
+def whole_number(table: Mapping[str, Any], key: str) -> int:
+    """The number under ``key``. Raises ``ValueError`` where it is no count that can be meant."""
+    value = table[key]
+    if type(value) is not int or not 1 <= value < 1 << 20:
+        raise ValueError(f"{key} = {value!r}; expected a whole number from 1 up")
+    return value
+
+
 @dataclass(frozen=True)
 class QueryScalar:
     """Gemma's number whose inverse square root scales the scores."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dualflow.checkpoint.families.keys import whole_number
 from dualflow.spec import ModelConfig
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -22,6 +23,32 @@ class EveryLayer:
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         return {"sliding_window": config.sliding_window}
+
+
+@dataclass(frozen=True)
+class SwitchedWindow:
+    """``sliding_window`` holds for all layers where ``use_sliding_window`` is true (Qwen 3 MoE).
+
+    Of a ``max_window_layers`` above 0 readers make different things there, so it is refused.
+    """
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
+
+    def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        if not table["use_sliding_window"]:
+            return {"sliding_window": None}
+        if table.get("max_window_layers"):
+            raise ValueError(
+                f"max_window_layers = {table['max_window_layers']!r} is not supported where "
+                "use_sliding_window is true (expected 0)"
+            )
+        return {"sliding_window": table["sliding_window"]}
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        window = config.sliding_window
+        return {"use_sliding_window": window is not None, "sliding_window": window}
 
 
 @dataclass(frozen=True)
@@ -54,7 +81,7 @@ class LayerTypes:
         else:
             layers = [
                 layer
-                for layer in range(_whole(table, "num_hidden_layers"))
+                for layer in range(whole_number(table, "num_hidden_layers"))
                 if self.slides(table, layer)
             ]
         if not layers:
@@ -95,19 +122,21 @@ def _switch(table: Mapping[str, Any], key: str) -> bool:
     return value
 
 
-def _whole(table: Mapping[str, Any], key: str) -> int:
-    value = table[key]
-    if type(value) is not int or not 1 <= value < 1 << 20:
-        raise ValueError(f"{key} = {value!r}; expected a whole number from 1 up")
-    return value
-
-
 def past_first_layers(table: Mapping[str, Any], layer: int) -> bool:
     """Qwen: from layer ``max_window_layers`` on."""
+    return layer >= _first_layers(table)
+
+
+def every_second_of_first_layers(table: Mapping[str, Any], layer: int) -> bool:
+    """Qwen 2 MoE: the first, the third, ... below layer ``max_window_layers``."""
+    return layer % 2 == 0 and layer < _first_layers(table)
+
+
+def _first_layers(table: Mapping[str, Any]) -> int:
     first = table["max_window_layers"]
     if type(first) is not int:
         raise ValueError(f"max_window_layers = {first!r}; expected a whole number")
-    return layer >= first
+    return first
 
 
 def every_second(table: Mapping[str, Any], layer: int) -> bool:
@@ -117,4 +146,4 @@ def every_second(table: Mapping[str, Any], layer: int) -> bool:
 
 def all_but_each_nth(table: Mapping[str, Any], layer: int) -> bool:
     """Gemma 3: all but every ``sliding_window_pattern``-th."""
-    return (layer + 1) % _whole(table, "sliding_window_pattern") != 0
+    return (layer + 1) % whole_number(table, "sliding_window_pattern") != 0
