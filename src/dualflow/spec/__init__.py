@@ -22,7 +22,7 @@ from dualflow.spec.parameters import ParameterCounts, parameter_counts
 from dualflow.spec.presets import PRESETS, preset
 
 __all__ = [
-    "PRESETS", "WEIGHT_GROUP", "AuxConfig", "Coupling", "FloatFormat", "MoEConfig", "ModelConfig", "Owned",
-    "ParameterCounts", "QuantisedFormat", "QuantisedWeights", "ReadoutConfig", "RopeScaling",
-    "Variant", "parameter_counts", "preset", "standard_twin",
+    "PRESETS", "WEIGHT_GROUP", "AuxConfig", "Coupling", "FloatFormat", "MoEConfig", "ModelConfig",
+    "Owned", "ParameterCounts", "QuantisedFormat", "QuantisedWeights", "ReadoutConfig",
+    "RopeScaling", "Variant", "parameter_counts", "preset", "standard_twin",
 ]  # fmt: skip

@@ -15,8 +15,7 @@ QuantisedFormat = Literal["int8", "int4"]
 WEIGHT_GROUP = 32
 """Inputs of one output that share a scale in a quantised matrix."""
 
-
-_DEFAULT_AUX = AuxConfig()
+_DEFAULT_AUX, _DEFAULT_READOUT = AuxConfig(), ReadoutConfig()
 
 _POSITIVE = (
     "rope_theta", "local_rope_theta", "attention_scale", "attention_softcap", "final_softcap",
@@ -128,7 +127,7 @@ class ModelConfig:
     scale_embeddings: bool = False
     init_std: float = 0.02
     aux: AuxConfig | None = None
-    readout: ReadoutConfig = ReadoutConfig()
+    readout: ReadoutConfig = _DEFAULT_READOUT
 
     def __post_init__(self) -> None:
         for field in (
@@ -233,8 +232,8 @@ class ModelConfig:
         )
         require(
             aux.routing == "independent" or k_aux == moe.experts_per_token,
-            f"aux.experts_per_token is {k_aux}, but under routing 'replay' a flow's rows go through "
-            f"the primary's {moe.experts_per_token} experts",
+            f"aux.experts_per_token is {k_aux}, but under routing 'replay' a flow's rows go "
+            f"through the primary's {moe.experts_per_token} experts",
         )
         require(
             "mlp" not in aux.owns,
