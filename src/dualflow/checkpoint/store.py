@@ -45,6 +45,7 @@ from dualflow.checkpoint.tensors import FLOATS, TensorEntry, load_tensors, read_
 from dualflow.data.tokenizers import Tokenizer, load_tokenizer
 from dualflow.model import CausalLM, build_model
 from dualflow.model.flows import is_aux
+from dualflow.model.moe import keeps_format
 from dualflow.model.quantise import (
     QUANTISED_TENSORS,
     QuantisedMatrix,
@@ -148,7 +149,7 @@ def load_model(
                 module, _, leaf = name.rpartition(".")
                 where = f"{place / file}: {name}"
                 if module not in matrices or leaf not in QUANTISED_TENSORS:
-                    _assign(tensors[name], tensor, dtype, where)
+                    _assign(tensors[name], tensor, None if keeps_format(name) else dtype, where)
                 elif stored_as is None:
                     _quantise(matrices[module], tensor, where)
                 else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dualflow.model.balance import RouterSums, router_sums
 from dualflow.model.couplings import per_flow, project
 from dualflow.model.flows import is_aux, new_embedding, norm_of, owned
 from dualflow.model.kv import BatchKV, ContiguousCache, KVWriter, Remembered
@@ -54,7 +55,8 @@ class StepOutput(NamedTuple):
 
 class LossSums(NamedTuple):
     """Sums over the counted targets, in nats, 0-dim; ``total`` is what training differentiates
-    (−log r − λ log p).
+    (−log r − λ log p). ``router`` is there where layers have experts: what the balancing losses are
+    made of, which ``total`` leaves out.
     """
 
     total: Tensor
@@ -62,6 +64,7 @@ class LossSums(NamedTuple):
     p: Tensor | None
     q: Tensor | None
     count: Tensor
+    router: RouterSums | None = None
 
 
 class Backbone(nn.Module):
@@ -250,7 +253,8 @@ class CausalLM(nn.Module):
         )
         weight = self.config.readout.primary_loss_weight
         total = sums.r if sums.p is None or not weight else sums.r + weight * sums.p
-        return LossSums(total, sums.r, sums.p, sums.q, (targets_T >= 0).sum())
+        router = router_sums(out.routing, self.config)
+        return LossSums(total, sums.r, sums.p, sums.q, (targets_T >= 0).sum(), router)
 
     def _whole_step(self, tokens_T: Tensor, positions_T: Tensor, kv: BatchKV) -> StepOutput:
         """Auxiliary rows at every token. A frozen primary runs before them, in a step of its own
@@ -263,7 +267,10 @@ class CausalLM(nn.Module):
         with torch.no_grad():
             primary = self.step(tokens_T, positions_T, writers, keep=True)
         out = self.step(tokens_T[:0], positions_T[:0], writers, aux=aux._replace(kept=primary.kept))
-        return StepOutput(primary.primary_TD, out.aux_FAD)
+        routing = [
+            LayerRouting.joined(*both) for both in zip(primary.routing, out.routing, strict=True)
+        ]
+        return StepOutput(primary.primary_TD, out.aux_FAD, routing=routing)
 
     @property
     def primary_frozen(self) -> bool:

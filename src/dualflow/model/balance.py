@@ -64,24 +64,18 @@ def _of_layer(layer: LayerRouting, config: ModelConfig, is_aux: bool) -> tuple[T
     )
 
 
-def balance_loss(
-    sums: RouterSums, counts_FLE: Tensor, rows_F: Tensor, config: ModelConfig
-) -> Tensor:
-    """The weighted balancing losses of a pass's rows, 0-dim: the mean over layers of
-    E Σ f_e P_e for each flow, f from ``counts_FLE`` and each flow's own k, and the mean squared
-    logsumexp.
+def balance_loss(sums: RouterSums, used_FLE: Tensor, rows_F: Tensor, config: ModelConfig) -> Tensor:
+    """The weighted balancing losses of a pass's rows, 0-dim: for each flow the mean over layers of
+    E Σ f_e P_e, and the mean squared logsumexp of the router's logits.
 
-    counts_FLE, rows_F: of the whole batch as far as it is known, this pass included.
+    used_FLE:  f, the share of each expert in all choices, as far as the whole batch is known.
+    rows_F:    rows of the whole batch: the losses of its passes add up to its own.
     """
     moe = config.moe
     assert moe is not None
-    fan_out = [moe.experts_per_token, config.aux_experts_per_token][: len(sums.rows_F)]
-    k_F = torch.tensor(fan_out, device=counts_FLE.device, dtype=sums.scores_FLE.dtype)
-    chosen_F = (rows_F * k_F).clamp_min(1)
-    f_FLE = counts_FLE / chosen_F[:, None, None]
-    p_FLE = sums.scores_FLE / rows_F.clamp_min(1)[:, None, None]
-    balance_F = moe.num_experts * (f_FLE * p_FLE).sum(-1).mean(-1)
-    z_F = sums.z_F / (rows_F.clamp_min(1) * sums.scores_FLE.shape[1])
+    p_FLE = sums.scores_FLE / rows_F[:, None, None]
+    balance_F = moe.num_experts * (used_FLE * p_FLE).sum(-1).mean(-1)
+    z_F = sums.z_F / (rows_F * sums.scores_FLE.shape[1])
     return moe.balance_weight * balance_F.sum() + moe.z_weight * z_F.sum()
 
 

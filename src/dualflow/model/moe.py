@@ -38,6 +38,12 @@ class LayerRouting(NamedTuple):
     primary: Routing
     aux: Routing | None
 
+    @classmethod
+    def joined(cls, primary: "LayerRouting", aux: "LayerRouting") -> "LayerRouting":
+        """Of a step of primary rows and a later one of auxiliary rows."""
+        logits_RE, scores_RE = (torch.cat(pair) for pair in zip(primary[:2], aux[:2], strict=True))
+        return cls(logits_RE, scores_RE, primary.primary, aux.aux)
+
 
 class Routed(NamedTuple):
     """What the routed experts gave to every row, [R, D], and how it came about.
@@ -66,6 +72,13 @@ class Experts(nn.Module):
         """[P, F] of sorted pairs, after activation and gate."""
         gate_PF = None if self.gate_proj is None else pairs.product(x_PD, self.gate_proj)
         return mlp_intermediate(self.mlp_kind, gate_PF, pairs.product(x_PD, self.up_proj))
+
+
+def keeps_format(name: str) -> bool:
+    """Whether a tensor stays float32 whatever a model is converted to: a selection bias moves by
+    steps that 16 bits do not resolve.
+    """
+    return name.endswith("selection_bias.weight")
 
 
 class SelectionBias(nn.Module):
@@ -208,16 +221,16 @@ class Slots(NamedTuple):
                 else used_XK.flatten()
             )
             first += count
-        columns = (
+        rows_P, experts_P, weights_P = (
             torch.cat(rows_S),
             torch.cat([group.experts_XK.flatten() for group in groups]),
             torch.cat([group.weights_XK.flatten() for group in groups]),
         )
-        total = len(columns[0])
-        if all(group.count_X is None for group in groups):
-            return cls(*columns, None, total)
-        used_P = torch.cat(used_S).nonzero()[:, 0]
-        return cls(*(column[used_P] for column in columns), used_P, total)
+        total, used_P = len(rows_P), None
+        if any(group.count_X is not None for group in groups):
+            used_P = torch.cat(used_S).nonzero()[:, 0]
+            rows_P, experts_P, weights_P = rows_P[used_P], experts_P[used_P], weights_P[used_P]
+        return cls(rows_P, experts_P, weights_P, used_P, total)
 
     def spread(self, x_PC: Tensor) -> Tensor:
         """[S, C]: zero at the places that are not used."""

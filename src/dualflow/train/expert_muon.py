@@ -43,15 +43,15 @@ class ExpertMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             for stack in group["params"]:
                 if stack.grad is not None:
-                    self._update(stack, group)
+                    self._update(stack, stack.grad, group)
         return loss
 
-    def _update(self, stack: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, stack: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, momentum = self.state[stack], group["momentum"]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(stack.grad)
-        buffer = state["momentum_buffer"].lerp_(stack.grad, 1 - momentum)
-        update = stack.grad.lerp(buffer, momentum) if group["nesterov"] else buffer
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
         rows, columns = stack.shape[1:]
         if group["adjust_lr_fn"] == "match_rms_adamw":
             scale = 0.2 * math.sqrt(max(rows, columns))

@@ -25,6 +25,7 @@ from dualflow.config import ConfigError
 from dualflow.data.tokenizers import Tokenizer
 from dualflow.folders import expand_home
 from dualflow.model import CausalLM, build_model
+from dualflow.model.moe import keeps_format
 from dualflow.spec import ModelConfig
 
 
@@ -192,7 +193,10 @@ def store_as(model: CausalLM, origin: Origin) -> str | None:
     was trained, everything stays float32, and a note says so.
     """
     tensors = stored_tensors(model)
-    wanted = {name: FLOATS[origin.format_of(name) or "F32"] for name in tensors}
+    wanted = {
+        name: torch.float32 if keeps_format(name) else FLOATS[origin.format_of(name) or "F32"]
+        for name in tensors
+    }
     for name, tensor in tensors.items():
         if bool((tensor.detach().abs() > torch.finfo(wanted[name]).max).any()):
             return f"{name} has values too large for {wanted[name]}: the model is stored in float32"

@@ -10,6 +10,7 @@ from dualflow.checkpoint.atomic import atomic_folder
 from dualflow.checkpoint.locate import is_model_folder
 from dualflow.plan import costs
 from dualflow.spec import parameter_counts
+from dualflow.train.balance import collapse_warning, record_of
 from dualflow.train.checkpoints import (
     check_finished,
     losses_of,
@@ -102,6 +103,7 @@ def _train(run: Run, display: Display) -> dict[str, Any]:
             report = _step(run)
             if run.progress.step % train.log_every == 0 or run.progress.step == run.total_steps:
                 _log(run, display, _train_record(run, report))
+                _warn_about_experts(run, display)
 
 
 def _step(run: Run) -> StepReport:
@@ -119,6 +121,7 @@ def _step(run: Run) -> StepReport:
             grad_clip=config.optimizer.grad_clip,
             autocast=run.autocast,
             parallel=run.parallel,
+            balance=run.balance,
         )
     except NonFiniteError as error:
         kept = (
@@ -171,7 +174,16 @@ def _train_record(run: Run, report: StepReport) -> dict[str, Any]:
         "lr": run.optimizers.learning_rate,
         "grad_norm": report.grad_norm,
         "tokens_per_second": run.unlogged.take_rate(),
+        **(record_of(run.balance.load()) if run.balance else {}),
     }
+
+
+def _warn_about_experts(run: Run, display: Display) -> None:
+    """Say once that an expert is hardly chosen any more."""
+    warning = collapse_warning(run.balance.load()) if run.balance else None
+    if warning is not None and not run.has_warned:
+        run.has_warned = True
+        display.note(f"step {run.progress.step}: {warning}")
 
 
 def _log(run: Run, display: Display, record: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ group           parameters                                              by      
 ==============  ======================================================  =======  =====
 ``hidden``      matrices of the layers (``layers.N...._proj.weight``),  Muon*    yes
                 those a flow owns too
+``experts``     matrices of experts, stacked; each for itself            Muon*    yes
 ``embeddings``  ``embed_tokens``, ``embed_positions`` of every flow;    AdamW    no
                 a tied head is an embedding
 ``vectors``     whatever has one dimension: gains, biases, couplings,   AdamW    no
@@ -29,8 +30,9 @@ from torch import Tensor, nn
 
 from dualflow.model.quantise import quantised_matrices
 from dualflow.train.config import OptimizerConfig
+from dualflow.train.expert_muon import ExpertMuon
 
-OptimizerName = Literal["muon", "adamw"]
+OptimizerName = Literal["muon", "expert_muon", "adamw"]
 
 _HIDDEN = re.compile(r"(^|\.)layers\.\d+\..*_proj\.weight$")
 _EMBEDDING = re.compile(r"(^|\.)embed_(tokens|positions)\.weight$")
@@ -53,18 +55,22 @@ def group_name(parameter: str, num_dimensions: int) -> str:
     """The group of the rule above that a parameter belongs to, by its name and number of
     dimensions.
     """
+    if num_dimensions == 3:
+        return "experts"
     if num_dimensions == 2 and _HIDDEN.search(parameter):
         return "hidden"
     if _EMBEDDING.search(parameter):
         return "embeddings"
-    return "vectors" if num_dimensions < 2 else "matrices"
+    is_vector = num_dimensions < 2 or parameter.endswith("_coupling")  # of every expert
+    return "vectors" if is_vector else "matrices"
 
 
 def assign_groups(model: nn.Module, config: OptimizerConfig) -> list[ParameterGroup]:
     """Every trainable parameter of ``model`` in exactly one group, in the model's order; empty
     groups are left out.
     """
-    members: dict[str, list[str]] = {"hidden": [], "embeddings": [], "vectors": [], "matrices": []}
+    names = ("hidden", "experts", "embeddings", "vectors", "matrices")
+    members: dict[str, list[str]] = {name: [] for name in names}
     for name, parameter in _trainable(model).items():
         members[group_name(name, parameter.ndim)].append(name)
     if not any(members.values()):
@@ -73,14 +79,15 @@ def assign_groups(model: nn.Module, config: OptimizerConfig) -> list[ParameterGr
 
 
 def _settings(name: str, parameters: tuple[str, ...], config: OptimizerConfig) -> ParameterGroup:
-    if name == "hidden" and config.kind == "muon":
+    if name in ("hidden", "experts") and config.kind == "muon":
         decay = (
             config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
         )
-        return ParameterGroup(name, "muon", config.muon_lr, decay, parameters)
+        optimizer = "muon" if name == "hidden" else "expert_muon"
+        return ParameterGroup(name, optimizer, config.muon_lr, decay, parameters)
     own = {"embeddings": config.embedding_lr, "vectors": config.vector_lr}.get(name)
     lr = config.lr if own is None else own
-    decay = config.weight_decay if name in ("hidden", "matrices") else 0.0
+    decay = config.weight_decay if name in ("hidden", "experts", "matrices") else 0.0
     return ParameterGroup(name, "adamw", lr, decay, parameters)
 
 
@@ -236,8 +243,8 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def _build(
     name: OptimizerName, groups: list[dict[str, Any]], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    if name == "muon":
-        return torch.optim.Muon(
+    if name != "adamw":
+        return (torch.optim.Muon if name == "muon" else ExpertMuon)(
             groups,
             momentum=config.muon_momentum,
             nesterov=config.muon_nesterov,

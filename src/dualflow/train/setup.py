@@ -10,6 +10,7 @@ from dualflow.checkpoint.companions import TOKENIZER
 from dualflow.checkpoint.store import load_model
 from dualflow.data import BatchLoader, PreparedData, prepare
 from dualflow.model import CausalLM, build_model
+from dualflow.train.balance import Balance
 from dualflow.train.checkpoints import Progress, find_checkpoint, read_checkpoint, restore
 from dualflow.train.compilation import Loss, compile_loss
 from dualflow.train.config import INITIAL_MODEL, RunConfig, with_vocabulary
@@ -60,6 +61,7 @@ class Run:
     total_steps:  the step the run ends with: ``train.steps``, or fewer where the data may be read
                   only once.
     saved_step:   the step of the newest checkpoint; None: there is none.
+    balance:      of a model with experts; ``has_warned``: that one of them is lost was said.
     """
 
     config: RunConfig
@@ -78,6 +80,8 @@ class Run:
     progress: Progress
     saved_step: int | None
     sinks: Sequence[Sink]
+    balance: Balance | None = None
+    has_warned: bool = False
     unlogged: Throughput = field(default_factory=Throughput)
 
     @property
@@ -138,6 +142,7 @@ def set_up(
         loss=loss,
         autocast=autocast,
         optimizers=optimizers,
+        balance=_balance(model, config, parallel),
         micro_batch_size=rows,
         total_steps=total_steps,
         progress=progress,
@@ -227,6 +232,12 @@ def _training_loader(config: RunConfig, data: PreparedData, parallel: Parallel) 
         world_size=parallel.world_size,
         on_end=config.data.on_end,
     )
+
+
+def _balance(model: CausalLM, config: RunConfig, parallel: Parallel) -> Balance | None:
+    if config.model.moe is None:
+        return None
+    return Balance(model, parallel, config.train.batch_size * config.data.sequence_length)
 
 
 def validation_loader(run: Run) -> BatchLoader | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dualflow.data.loader import Batch
 from dualflow.model import LossSums
+from dualflow.train.balance import Balance
 from dualflow.train.optimizers import Optimizers
 from dualflow.train.parallel import Parallel
 
@@ -55,6 +56,7 @@ def optimizer_step(
     grad_clip: float | None,
     autocast: Autocast,
     parallel: Parallel,
+    balance: Balance | None = None,
 ) -> StepReport:
     """Update the weights once from ``batch``, this rank's part of the global batch.
 
@@ -62,18 +64,24 @@ def optimizer_step(
     all of them, known before the first backward pass: the mean over tokens of the big batch,
     however it is split and however unevenly the counted targets lie.
 
-    step: the number of this step, for messages only.
+    step:    the number of this step, for messages only.
+    balance: of a model with experts.
     Raises ``NonFiniteError`` before any weight has changed, on every rank alike.
     """
     counted = int(parallel.sum_((batch.targets_BS >= 0).sum().to(parallel.device)))
     optimizers.zero_grad()
     sums = LossAccumulator()
+    if balance is not None:
+        balance.begin()
     for tokens_BS, targets_BS, document_ids_BS in micro_batches(
         batch, micro_batch_size, parallel.device
     ):
         with autocast():
             part = loss_function(tokens_BS, targets_BS, document_ids_BS)
-        (part.total / max(counted, 1)).backward()
+        total = part.total / max(counted, 1)
+        if balance is not None and part.router is not None:
+            total = total + balance.loss(part.router)
+        total.backward()
         sums.add(part)
     loss = sums.mean(parallel)
     if loss.r is not None and not math.isfinite(loss.r):
@@ -90,6 +98,8 @@ def optimizer_step(
         parameters = optimizers.parameters.values()
         torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
     optimizers.step()
+    if balance is not None:
+        balance.finish()
     return StepReport(loss, grad_norm)
 
 
