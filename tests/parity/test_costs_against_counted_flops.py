@@ -21,7 +21,14 @@ from dualflow.plan.costs import (
     train_flops,
 )
 from dualflow.spec import AuxConfig, ModelConfig, Variant, parameter_counts
-from dualflow.testing.configs import FAMILIES, FLOWS, family_config, tiny_config
+from dualflow.testing.configs import (
+    FAMILIES,
+    FLOWS,
+    MIXTURES,
+    family_config,
+    mixture_config,
+    tiny_config,
+)
 
 BATCH, LENGTH = 2, 24
 FLOWING: tuple[Variant, ...] = ("dual", "phd2")
@@ -33,6 +40,16 @@ CASES = {
     },
     **{f"dual-{name}": tiny_config("dual", **changes) for name, changes in FLOWS.items()},
     **{f"{v}-{name}": tiny_config(v, **FAMILIES[name]) for v in FLOWING for name in OTHER_FAMILIES},
+    **{
+        f"{variant}-{name}": mixture_config(name, variant)
+        for variant in ("standard", "dual", "phd2")
+        for name in MIXTURES
+    },
+    "dual-three experts": mixture_config(
+        "qwen2_moe", "dual", aux=AuxConfig(num_flows=2, experts_per_token=3)
+    ),
+    "dual-no experts": mixture_config("qwen3_moe", "dual", aux=AuxConfig(experts_per_token=0)),
+    "dual-replay": mixture_config("olmoe", "dual", aux=AuxConfig(routing="replay")),
     "two_softmax": tiny_config("two_softmax"),
     "two_softmax-aux_only": tiny_config("two_softmax", **FLOWS["coupling"]),
 }

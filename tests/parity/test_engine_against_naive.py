@@ -19,6 +19,7 @@ from dualflow.model.generate import TokenEvent as NaiveToken
 from dualflow.model.sampling import SamplingParams
 from dualflow.spec import AuxConfig, ModelConfig
 from dualflow.testing import flow_config, tiny_config
+from dualflow.testing.configs import mixture_config
 from dualflow.testing.tensors import random_tokens, tiny_model
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -28,6 +29,10 @@ CONFIGS: dict[str, ModelConfig] = {
     "phd2": tiny_config("phd2"),
     "two_softmax": tiny_config("two_softmax"),
     "aux_only": flow_config("minimal"),
+    "experts": mixture_config("qwen2_moe", "dual", aux=AuxConfig(experts_per_token=3)),
+    "replayed experts": mixture_config(
+        "olmoe", "dual", aux=AuxConfig(routing="replay", expert_couplings=True)
+    ),
 }
 pytestmark = pytest.mark.filterwarnings("ignore:the cache holds")
 
@@ -148,6 +153,9 @@ CASES = [
     Case("two flows", 32, 7, pages=24, abort=True),
     Case("two_softmax", 8, 7, pages=16, prefix_cache=True),
     Case("aux_only", 8, 16, pages=16, prefix_cache=True),
+    Case("experts", 8, 7, pages=16, prefix_cache=True, abort=True),
+    Case("experts", 32, 16, pages=24, prefix_cache=True),
+    Case("replayed experts", 8, 16, pages=16, prefix_cache=True, rounds=2),
     Case("phd2", 2, 2, prefix_cache=True),
     Case("phd2", 8, 512, pages=16, prefix_cache=True, rounds=2),
 ]

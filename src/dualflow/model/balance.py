@@ -82,8 +82,9 @@ def balance_loss(sums: RouterSums, used_FLE: Tensor, rows_F: Tensor, config: Mod
 @torch.no_grad()
 def move_selection_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
     """One step of ``bias_E`` towards balance: up by ``rate`` where an expert was chosen less often
-    than the mean, down where more often; its mean stays where it is (Wang et al. 2024).
+    than the mean, down where more often; its own mean is kept at 0 (Wang et al. 2024).
     """
     counts_E = counts_E.to(bias_E.dtype)
     step_E = (counts_E.mean() - counts_E).sign() * rate
-    bias_E.add_(step_E - step_E.mean())
+    bias_E.add_(step_E)
+    bias_E.sub_(bias_E.mean())

@@ -141,7 +141,8 @@ class MoE(nn.Module):
     def _scores(self, m_RD: Tensor) -> tuple[Tensor, Tensor]:
         """Routing is float32 whatever the rest runs in: a rounded tie is another expert."""
         wide = torch.float64 if m_RD.dtype == torch.float64 else torch.float32
-        with torch.autocast(m_RD.device.type, enabled=False):
+        device = "cpu" if m_RD.is_meta else m_RD.device.type
+        with torch.autocast(device, enabled=False):
             logits_RE = F.linear(m_RD.to(wide), self.router.weight.to(wide))
         return router_scores(logits_RE, self.moe), logits_RE
 

@@ -144,8 +144,10 @@ def quantise_model(model: "CausalLM", kind: QuantisedFormat) -> "CausalLM":
     it.
 
     Raises ``ValueError``, the model being as it was: it is quantised already, or a matrix (named)
-    holds values that cannot be.
+    holds values that cannot be; or it has experts, whose stacked matrices stay floats.
     """
+    if model.config.moe is not None:
+        raise ValueError(f"a model with experts cannot be made {kind} yet; use float32 or bfloat16")
     made: list[_Place] = []
     for place in _float_matrices(model):
         matrix = _quantised_like(place.module, kind)

@@ -89,6 +89,8 @@ class Pairs(NamedTuple):
 
     def product(self, x_PI: Tensor, matrices_EOI: Tensor) -> Tensor:
         """Each pair's row times its expert's matrix, [P, O]."""
+        if x_PI.is_meta:  # there are shapes alone: a matrix of these sizes for every pair
+            return x_PI @ matrices_EOI[0].T
         if torch.is_autocast_enabled(x_PI.device.type):
             x_PI = x_PI.to(torch.get_autocast_dtype(x_PI.device.type))
         matrices_EOI = matrices_EOI.to(x_PI.dtype)

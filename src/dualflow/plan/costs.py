@@ -25,14 +25,15 @@ Conventions, the same for every variant:
 
 Formulas: one layer costs 2(D·NH + 2·D·KH + NH·D + 3·D·F) for a primary row, the same less 2·2·D·KH
 (no key, no value) for an auxiliary row, and 4·NH·keys for attention; the head costs 2·D·V. Ungated
-MLPs have 2·D·F for 3·D·F. Letters as in docs/shapes.md.
+MLPs have 2·D·F for 3·D·F. A mixture of experts has F of the shared expert, k times the size of a
+routed one, and the router's E rows. Letters as in docs/shapes.md.
 """
 
 import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from dualflow.plan.flops import FlopBreakdown, FlowFlops, attention_of, product
+from dualflow.plan.flops import FlopBreakdown, FlowFlops, attention_of, mlp_of, product
 from dualflow.plan.frozen import frozen_aux
 from dualflow.spec import AuxConfig, ModelConfig, Owned, parameter_counts
 
@@ -154,21 +155,27 @@ def _mean_keys(context: int) -> Keys:
 
 
 def _layers(
-    config: ModelConfig, keys: Keys, writes_kv: bool = True, own_keys: int = 0
+    config: ModelConfig, keys: Keys, is_aux: bool = False, own_keys: int = 0
 ) -> FlopBreakdown:
     """All layers for one row that attends ``keys`` of each layer's window, and ``own_keys`` beside
-    them; an auxiliary row writes no key and no value.
+    them; an auxiliary row writes no key and no value, and has a fan-out of its own.
     """
+    writes_kv, experts = not is_aux, config.aux_experts_per_token
+    if not is_aux:
+        experts = config.moe.experts_per_token if config.moe else 0
     width = config.hidden_size
     query, key = config.num_heads * config.head_size, config.kv_heads * config.head_size
     per_layer = FlopBreakdown(
         qkv=product(width, query) + (2 * product(width, key) if writes_kv else 0),
         o=product(query, width),
-        mlp=(3 if config.gated else 2) * product(width, config.intermediate_size),
     )
-    attended = sum(keys(config.window_of(n)) + own_keys for n in range(config.num_layers))
-    attention = attention_of(config, attended)
-    return dataclasses.replace(per_layer * config.num_layers, attention=attention)
+    layers = range(config.num_layers)
+    attended = sum(keys(config.window_of(n)) + own_keys for n in layers)
+    return dataclasses.replace(
+        per_layer * config.num_layers,
+        attention=attention_of(config, attended),
+        mlp=sum(mlp_of(config, n, experts) for n in layers),
+    )
 
 
 def _head(config: ModelConfig) -> FlopBreakdown:
@@ -185,7 +192,7 @@ def _aux(config: ModelConfig, keys: Keys) -> FlopBreakdown:
         # A copy attends the originals up to its position and, beyond them, itself.
         return _layers(config, keys, own_keys=1) + _head(config)
     assert config.flows is not None
-    flow = _layers(config, keys, writes_kv=False) + _head(config) + _lora(config, config.flows)
+    flow = _layers(config, keys, is_aux=True) + _head(config) + _lora(config, config.flows)
     return flow * config.flows.num_flows
 
 

@@ -72,3 +72,15 @@ def product(inputs: int, outputs: int) -> int:
 def attention_of(config: ModelConfig, keys: float) -> float:
     """One row of all heads over ``keys`` keys: scores and weighted values."""
     return 2 * 2 * config.num_heads * config.head_size * keys
+
+
+def mlp_of(config: ModelConfig, layer: int, experts: int) -> float:
+    """One row's MLP in a layer; where that has experts, the router, the shared expert and its gate,
+    and ``experts`` routed ones.
+    """
+    width, matrices = config.hidden_size, 3 if config.gated else 2
+    total = matrices * product(width, config.coupled_size(layer))
+    if config.moe is not None and config.has_experts(layer):
+        total += experts * matrices * product(width, config.moe.expert_size)
+        total += product(width, config.moe.num_experts + config.moe.shared_gate)
+    return total

@@ -7,7 +7,7 @@ trained lies before it; and once more for its weight, where the auxiliary owns t
 from collections.abc import Callable
 
 from dualflow.plan.flops import FlopBreakdown, attention_of, product
-from dualflow.spec import AuxConfig, ModelConfig, Owned
+from dualflow.spec import AuxConfig, ModelConfig, MoEConfig, Owned
 
 
 def frozen_aux(config: ModelConfig, keys: Callable[[int | None], float]) -> FlopBreakdown:
@@ -22,7 +22,7 @@ def frozen_aux(config: ModelConfig, keys: Callable[[int | None], float]) -> Flop
     assert config.flows is not None
     flow, total = _Flow(config, config.flows), FlopBreakdown()
     for layer in range(config.num_layers):
-        total += flow.layer(keys(config.window_of(layer)))
+        total += flow.layer(layer, keys(config.window_of(layer)))
     head = flow.matrix("lm_head", width, vocabulary, flow.trained or flow.owns_norms)
     return (total + FlopBreakdown(head=head)) * config.flows.num_flows
 
@@ -39,10 +39,10 @@ class _Flow:
         self.trained = aux.embedding == "own"
         self.owns_norms = aux.flow_norms == "separate"
 
-    def layer(self, keys: float) -> FlopBreakdown:
+    def layer(self, index: int, keys: float) -> FlopBreakdown:
         """The next layer."""
         c, aux = self._config, self._aux
-        width, query, inner = c.hidden_size, c.num_heads * c.head_size, c.intermediate_size
+        width, query, inner = c.hidden_size, c.num_heads * c.head_size, c.coupled_size(index)
         norms_before = self.owns_norms and c.norm_placement != "post"
         norms_after = self.owns_norms and c.norm_placement != "pre"
 
@@ -57,10 +57,24 @@ class _Flow:
 
         normed = self.trained or norms_before
         mlp = self.matrix("mlp", width, inner, normed) * (2 if c.gated else 1)
-        inside = normed or "mlp" in aux.owns or "intermediate" in aux.couplings
+        inside = normed or "mlp" in aux.owns or ("intermediate" in aux.couplings and inner > 0)
         mlp += self.matrix("mlp", inner, width, inside)
+        if c.moe is not None and c.has_experts(index):
+            mlp += self._experts(c.moe, normed)
+            inside = inside or (normed or aux.expert_couplings)
         self.trained = self.trained or inside or "output" in aux.couplings or norms_after
         return FlopBreakdown(qkv=qkv, o=o, attention=attention, mlp=mlp)
+
+    def _experts(self, moe: MoEConfig, normed: bool) -> float:
+        """The router, the shared expert's gate and the routed experts, none of which a flow owns.
+        Under replay of experts without a gradient of their own the weights still get one.
+        """
+        c, aux = self._config, self._aux
+        width, inner, k = c.hidden_size, moe.expert_size, c.aux_experts_per_token
+        inside = normed or aux.expert_couplings
+        routed = product(width, inner) * (2 if c.gated else 1) * (1 + normed)
+        routed += product(inner, width) * (1 + inside)
+        return k * routed + product(width, moe.num_experts + moe.shared_gate) * (1 + normed)
 
     def matrix(self, name: Owned, inputs: int, outputs: int, trained: bool) -> float:
         """A row times one matrix, behind something that is ``trained`` or not."""

@@ -8,6 +8,7 @@ being one.
 from dataclasses import dataclass
 
 from dualflow.plan.costs import decode_flops, kv_bytes_per_token
+from dualflow.plan.flops import mlp_of
 from dualflow.spec import ModelConfig
 
 
@@ -76,8 +77,10 @@ def model_work(
     per_key = alone.primary.attention
     width, query = config.hidden_size, config.num_heads * config.head_size
     key = config.kv_heads * config.head_size
-    mlp = (3 if config.gated else 2) * width * config.intermediate_size
-    shared = config.num_layers * (2 * width * query + mlp)
+    # Of experts those that one primary row goes through: other rows may want others.
+    experts = config.moe.experts_per_token if config.moe else 0
+    mlps = sum(mlp_of(config, layer, experts) for layer in range(config.num_layers)) / 2
+    shared = config.num_layers * 2 * width * query + mlps
     return ModelWork(
         layer_bytes=(shared + config.num_layers * 2 * width * key) * bytes_per_weight,
         shared_bytes=shared * bytes_per_weight,

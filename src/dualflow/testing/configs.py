@@ -70,22 +70,22 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         "attention_bias": True,
         "moe": MoEConfig(
-            num_experts=6, experts_per_token=2, expert_size=10, shared_size=14, shared_gate=True,
+            num_experts=6, experts_per_token=2, expert_size=20, shared_size=14, shared_gate=True,
             normalise=False,
         ),
     },
     "qwen3_moe": {
         "qk_norm": True,
-        "moe": MoEConfig(num_experts=6, experts_per_token=3, expert_size=10, dense_layers=(1,)),
+        "moe": MoEConfig(num_experts=6, experts_per_token=3, expert_size=20, dense_layers=(1,)),
     },
     "mixtral": {"moe": MoEConfig(num_experts=4, experts_per_token=2, expert_size=12)},
     "olmoe": {
         "qk_norm": True, "qk_norm_span": "row",
-        "moe": MoEConfig(num_experts=8, experts_per_token=3, expert_size=10, normalise=False),
+        "moe": MoEConfig(num_experts=8, experts_per_token=3, expert_size=20, normalise=False),
     },
     "deepseek_v3": {
         "moe": MoEConfig(
-            num_experts=8, experts_per_token=3, expert_size=10, shared_size=12, scores="sigmoid",
+            num_experts=8, experts_per_token=3, expert_size=20, shared_size=12, scores="sigmoid",
             scaling=2.5, selection_bias=True, num_groups=4, groups_per_token=2, dense_layers=(0,),
         ),
     },

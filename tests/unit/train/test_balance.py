@@ -27,6 +27,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 53, (ROWS, LENGTH), generator=torch.Generator().manual_seed(6))
 
 
+@torch.no_grad()
 def by_hand(model: CausalLM) -> float:
     """Row by row from what the routers did."""
     config = model.config

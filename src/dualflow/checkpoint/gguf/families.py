@@ -211,7 +211,13 @@ def find_family(metadata: Mapping[str, Any]) -> Family:
 def choose_family(config: ModelConfig) -> Family:
     """The family that a model to be written belongs to, by the switches that tell them apart.
     Whether it can express all others is for ``config`` to say.
+
+    Raises ``ValueError`` for a mixture of experts.
     """
+    if config.moe is not None:
+        raise ValueError(
+            "a mixture of experts cannot be written as GGUF; export it as a Hugging Face folder"
+        )
     if config.position == "learned" or config.norm == "layernorm":
         name = "gpt2"
     elif config.norm_placement == "post":

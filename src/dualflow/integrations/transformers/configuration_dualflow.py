@@ -17,6 +17,9 @@ AUX_DEFAULTS: dict[str, Any] = {
     "flow_norms": "shared",
     "owns": [],
     "lora_rank": 0,
+    "experts_per_token": None,
+    "routing": "independent",
+    "expert_couplings": False,
 }
 """The auxiliary flows: how many (q is their mean); which coupling vectors exist; whether a flow has
 its own embedding E2 or is ``tied`` to E1; whether its norm gains are ``shared`` or ``separate``;
@@ -73,6 +76,7 @@ DEFAULTS: dict[str, Any] = {
     "attention_output_bias": False,
     "mlp": "swiglu",
     "mlp_bias": False,
+    "moe": None,
     "tie_embeddings": False,
     "scale_embeddings": False,
     "init_std": 0.02,
@@ -186,6 +190,11 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     if full["rope_scaling"] is not None:
         known = {"kind": None, "factor": None} | ROPE_DEFAULTS
         full["rope_scaling"] = _filled(full["rope_scaling"], known, "config.rope_scaling")
+    if full["moe"] is not None:
+        raise ValueError(
+            "the model has mixtures of experts (moe), which the transformers integration does not "
+            "run yet; export its primary with `dualflow export --format huggingface`"
+        )
     if full["variant"] not in ("standard", "dual"):
         raise ValueError(
             f"variant is {full['variant']!r}; the transformers integration runs 'standard' and "

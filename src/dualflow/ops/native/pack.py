@@ -22,6 +22,8 @@ def unsupported(config: ModelConfig, weights: str) -> str | None:
     """Why the kernels cannot run such a model; None: they can, where they are compiled."""
     if config.variant not in ("standard", "dual"):
         return f"there are kernels for standard and dual models, and this is {config.variant}"
+    if config.moe is not None:
+        return "there are kernels for MLPs, and this model has mixtures of experts"
     if weights not in library.FORMATS:
         return f"weights are {weights}; the kernels take {', '.join(library.FORMATS)}"
     sizes = {
