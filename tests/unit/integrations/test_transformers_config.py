@@ -69,7 +69,8 @@ def test_a_configuration_is_the_same_after_a_round_trip() -> None:
     ("given", "message"),
     [
         ({"config": {"vocab_size": 8}}, "config lacks hidden_size, num_layers, num_heads"),
-        ({"config": SIZED | {"moe": 3}}, "config has moe, which this version does not know"),
+        ({"config": SIZED | {"moa": 3}}, "config has moa, which this version does not know"),
+        ({"config": SIZED | {"moe": {"num_experts": 3}}}, "mixtures of experts .moe., which"),
         ({"config": SIZED | {"variant": "dual", "aux": {"x": 1}}}, r"config\.aux has x"),
         ({"config": SIZED | {"aux": {}}}, r"config\.aux is set, but variant is 'standard'"),
         ({"config": SIZED | {"readout": {"kid": "p"}}}, r"config\.readout has kid"),
