@@ -15,11 +15,11 @@ from dualflow.model.quantise import quantised_matrices
 from dualflow.model.sampling import SamplingParams
 from dualflow.plan import WeightFormat, weight_bytes
 from dualflow.spec import ModelConfig, QuantisedFormat
-from dualflow.testing.steps import EVERY_KIND, whole_sequence
+from dualflow.testing.steps import WITHOUT_EXPERTS, whole_sequence
 from dualflow.testing.tensors import random_tokens, same, tiny_model
 
 KINDS: tuple[QuantisedFormat, ...] = ("int8", "int4")
-configs = pytest.mark.parametrize("config", EVERY_KIND.values(), ids=EVERY_KIND)
+configs = pytest.mark.parametrize("config", WITHOUT_EXPERTS.values(), ids=WITHOUT_EXPERTS)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -55,8 +55,12 @@ def weight_bytes(
         matrices = sum(matrix_bytes(outputs, inputs, weights) for outputs, inputs in shapes)
         return matrices + (parameters - quantisable) * FLOAT_BYTES[others]
 
+    biases = 0  # of routers: float32 whatever the rest is, and learned without a gradient
+    if config.moe and config.moe.selection_bias:
+        mixtures = sum(config.has_experts(layer) for layer in range(config.num_layers))
+        biases = mixtures * config.moe.num_experts * FLOAT_BYTES["float32"]
     return WeightBytes(
-        owner(list(_primary_matrices(config)), counts.primary),
+        owner(list(_primary_matrices(config)), counts.primary) + biases,
         owner(list(_aux_matrices(config)), counts.aux),
     )
 

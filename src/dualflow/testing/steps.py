@@ -40,6 +40,10 @@ EVERY_KIND: dict[str, ModelConfig] = {
 """Every variant and every way an auxiliary flow can differ from the primary."""
 
 
+WITHOUT_EXPERTS = {name: config for name, config in EVERY_KIND.items() if config.moe is None}
+"""Those whose matrices can be quantised."""
+
+
 def whole_sequence(model: CausalLM, tokens_T: Tensor, *, keep: bool = False) -> StepOutput:
     """The training forward of one sequence: every token a primary row and an auxiliary row."""
     positions_T = torch.arange(len(tokens_T))

@@ -16,7 +16,7 @@ from dualflow.model import CausalLM, quantise_model
 from dualflow.model.quantise import quantised_matrices
 from dualflow.spec import ModelConfig, QuantisedFormat
 from dualflow.testing import tiny_config
-from dualflow.testing.steps import EVERY_KIND
+from dualflow.testing.steps import WITHOUT_EXPERTS
 from dualflow.testing.tensors import same, tiny_model
 
 KINDS: tuple[QuantisedFormat, ...] = ("int8", "int4")
@@ -57,7 +57,7 @@ def edit_weights(folder: Path, value: Any) -> None:
 
 @kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("config", EVERY_KIND.values(), ids=EVERY_KIND)
+@pytest.mark.parametrize("config", WITHOUT_EXPERTS.values(), ids=WITHOUT_EXPERTS)
 def test_every_kind_comes_back_bit_for_bit(
     tmp_path: Path, config: ModelConfig, dtype: torch.dtype, kind: QuantisedFormat
 ):
@@ -102,7 +102,7 @@ def test_names_and_formats_on_disk(folder):
 
 
 @kinds
-@pytest.mark.parametrize("config", EVERY_KIND.values(), ids=EVERY_KIND)
+@pytest.mark.parametrize("config", WITHOUT_EXPERTS.values(), ids=WITHOUT_EXPERTS)
 def test_quantising_while_reading_equals_quantising_afterwards(
     tmp_path: Path, config: ModelConfig, kind: QuantisedFormat
 ):

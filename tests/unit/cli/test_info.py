@@ -12,6 +12,7 @@ from dualflow.checkpoint.export import export_huggingface
 from dualflow.cli.main import main
 from dualflow.data.tokenizers import bytes_tokenizer
 from dualflow.plan.costs import kv_bytes_per_token
+from dualflow.plan.weights import weight_bytes
 from dualflow.spec import AuxConfig, ModelConfig, parameter_counts
 from dualflow.testing.steps import EVERY_KIND
 from dualflow.testing.tensors import tiny_model
@@ -132,7 +133,7 @@ def test_every_kind_of_model_has_facts(tmp_path, capsys, kind):
     config = EVERY_KIND[kind]
     save_model(tiny_model(config), tmp_path / "m")
     found = record(capsys, tmp_path / "m")
-    assert found["bytes"]["total"] == 8 * parameter_counts(config).total
+    assert found["bytes"]["total"] == weight_bytes(config, "float64").total
     assert (found["auxiliary_adds"] is None) == (config.variant == "standard")
     assert main(["info", str(tmp_path / "m")]) == 0
     assert config.variant in capsys.readouterr().out

@@ -11,7 +11,7 @@ from dualflow.model import QuantisedEmbedding, QuantisedLinear, build_model, qua
 from dualflow.model.quantise import quantised_matrices, with_quantised_modules
 from dualflow.spec import AuxConfig, QuantisedFormat
 from dualflow.testing import tiny_config
-from dualflow.testing.configs import family_config, flow_config
+from dualflow.testing.configs import family_config, flow_config, mixture_config
 from dualflow.testing.steps import whole_sequence
 from dualflow.testing.tensors import random_tokens, tiny_model
 
@@ -161,3 +161,8 @@ def test_another_shape_is_refused():
     linear = QuantisedLinear(40, 3, "int8")
     with pytest.raises(ValueError, match=r"shape \[3, 39\]; expected \[3, 40\]"):
         linear.assign(torch.zeros(3, 39))
+
+
+def test_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="a model with experts cannot be made int8 yet"):
+        quantise_model(tiny_model(mixture_config("mixtral"), dtype=torch.float32), "int8")

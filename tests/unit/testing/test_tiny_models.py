@@ -7,8 +7,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig
+from dualflow.spec import AuxConfig, ModelConfig, MoEConfig, ReadoutConfig
 from dualflow.testing import FAMILIES, FLOWS, family_config, flow_config, tiny_config
+from dualflow.testing.configs import MIXTURES, mixture_config
+from dualflow.testing.steps import EVERY_KIND
 from dualflow.testing.tensors import random_tokens, tiny_model
 
 
@@ -36,6 +38,9 @@ def values(configs: list[Any], name: str) -> set[object]:
 def test_every_switch_is_turned_by_some_tiny_model() -> None:
     families = [family_config(name) for name in FAMILIES]
     flows = [flow_config(name) for name in FLOWS]
+    flows += [config for config in EVERY_KIND.values() if config.moe and config.flows]
+    for name, wanted in options(MoEConfig).items():
+        assert values([mixture_config(mixture).moe for mixture in MIXTURES], name) == wanted, name
     for name, wanted in options(ModelConfig).items():
         if name != "variant":
             assert values(families, name) == wanted, name
