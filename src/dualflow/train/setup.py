@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -118,7 +119,7 @@ def set_up(
     note(optimizers.table())
     rows = _micro_batch_size(config, parallel)
     autocast = autocast_for(config.train.precision, device)
-    loss = _loss(model, config, rows, device, autocast)
+    loss = _loss(model, config, rows, device, autocast, note)
     optimizers.zero_grad()
     total_steps = _total_steps(config, loader)
     note(f"{loss.note}; {_describe(config, total_steps, data)}")
@@ -234,6 +235,14 @@ def _training_loader(config: RunConfig, data: PreparedData, parallel: Parallel) 
     )
 
 
+def _wanted_compilation(config: RunConfig, note: Note) -> Literal["auto", "on", "off"]:
+    """``train.compile``, but that a model with experts is compiled only where that is asked for."""
+    if config.model.moe is None or config.train.compile != "auto":
+        return config.train.compile
+    note("a model with experts is not compiled: torch knows their product in bfloat16 alone")
+    return "off"
+
+
 def _balance(model: CausalLM, config: RunConfig, parallel: Parallel) -> Balance | None:
     if config.model.moe is None:
         return None
@@ -269,11 +278,16 @@ def _micro_batch_size(config: RunConfig, parallel: Parallel) -> int:
 
 
 def _loss(
-    model: CausalLM, config: RunConfig, rows: int, device: torch.device, autocast: Autocast
+    model: CausalLM,
+    config: RunConfig,
+    rows: int,
+    device: torch.device,
+    autocast: Autocast,
+    note: Note,
 ) -> Loss:
     return compile_loss(
         model.loss,
-        config.train.compile,
+        _wanted_compilation(config, note),
         lambda function: _trial(function, config, rows, device, autocast),
     )
 
