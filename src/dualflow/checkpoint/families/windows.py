@@ -37,7 +37,7 @@ class SwitchedWindow:
         return frozenset({"sliding_window", "use_sliding_window", "max_window_layers"})
 
     def read(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        if not table["use_sliding_window"]:
+        if not _switch(table, "use_sliding_window"):
             return {"sliding_window": None}
         if table.get("max_window_layers"):
             raise ValueError(
