@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from dualflow.extras import MissingExtraError
     from dualflow.model import CausalLM, build_model
-    from dualflow.spec import AuxConfig, ModelConfig, ReadoutConfig, preset
+    from dualflow.spec import AuxConfig, ModelConfig, MoEConfig, ReadoutConfig, preset
 
 __version__ = "0.1.0"
 
@@ -35,6 +35,7 @@ __all__ = [
     "EngineConfig",
     "LLM",
     "MissingExtraError",
+    "MoEConfig",
     "ModelConfig",
     "ReadoutConfig",
     "RequestError",
@@ -56,6 +57,7 @@ _HOMES = {
     "EngineConfig": "dualflow.engine",
     "LLM": "dualflow.engine",
     "MissingExtraError": "dualflow.extras",
+    "MoEConfig": "dualflow.spec",
     "ModelConfig": "dualflow.spec",
     "ReadoutConfig": "dualflow.spec",
     "RequestError": "dualflow.engine",

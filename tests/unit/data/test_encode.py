@@ -6,6 +6,7 @@ from tokenizers import AddedToken, processors
 
 from dualflow.data.documents import Document, Segment
 from dualflow.data.encode import encode_documents
+from dualflow.data.split import Split
 from dualflow.data.tokenizers import Tokenizer, bytes_tokenizer
 
 
@@ -21,7 +22,8 @@ def tokenizer() -> Tokenizer:
 
 
 def encoded(tokenizer: Tokenizer, *segments: Segment) -> list[int]:
-    ((_, document),) = encode_documents(tokenizer, iter([(Document(segments), "train")]))
+    documents: list[tuple[Document, Split]] = [(Document(segments), "train")]
+    ((_, document),) = encode_documents(tokenizer, iter(documents))
     if document.counted is not None:
         assert len(document.counted) == len(document.ids)
     return document.ids.tolist()

@@ -54,7 +54,11 @@ def export_gguf(
         raise ValueError(
             f"the model has {model.quantised} matrices; export the model they were made from"
         )
-    model.require_primary_readout()
+    if not model.has_primary_readout:
+        raise ValueError(
+            f"this {model.config.variant} model has no trained p of its own (readout "
+            f"{model.config.readout.kind!r}): there is no primary to write"
+        )
     config = standard_twin(model.config)
     family = choose_family(config)
     metadata = {

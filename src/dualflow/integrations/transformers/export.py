@@ -75,12 +75,18 @@ def export_transformers(
         auto_map=dict(_AUTO_MAP),
         dtype=wanted or _main_dtype(model),
     )
+    try:
+        config_json = table.to_json_string()
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"transformers cannot write a config.json with this primary_config ({error})"
+        ) from error
     tensors = {
         name: cast(tensor.detach(), wanted, name) for name, tensor in stored_tensors(model).items()
     }
     with atomic_folder(folder, replaceable=lambda _: False) as temporary:
         save_tensors(temporary / PRIMARY_FILE, tensors)
-        _write(temporary / "config.json", table.to_json_string().encode())
+        _write(temporary / "config.json", config_json.encode())
         for name in CODE_FILES:
             _write(temporary / name, (Path(__file__).parent / name).read_bytes())
         write_companions(temporary, companions or {})
