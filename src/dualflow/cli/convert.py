@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualflow.cli.units import file_size
+
 if TYPE_CHECKING:
     from dualflow.model import CausalLM
 
@@ -58,5 +60,5 @@ def summary(model: "CausalLM", target: Path) -> str:
     weights = model.quantised or str(model.model.norm.weight.dtype).removeprefix("torch.")
     return (
         f"{target}: {model.config.variant} model, {counts.primary:,} parameters{added}, "
-        f"{weights}, {size / 1e6:,.1f} MB"
+        f"{weights}, {file_size(size)}"
     )

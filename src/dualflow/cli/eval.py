@@ -84,12 +84,13 @@ def run(args: argparse.Namespace) -> int:
         found = _evaluate(args, folder, config, shards)
     for note in prepared.notes:
         console.print(note, markup=False, soft_wrap=True)
+    name = f"all of {config.source}" if args.split == "all" else shards.name
     if args.json:
-        print(json.dumps(_record(args, shards.name, found)))
+        print(json.dumps(_record(args, name, found)))
     else:
         from dualflow.evaluate.tables import to_rich
 
-        output().print(to_rich(_table(shards.name, found)))
+        output().print(to_rich(_table(name, found)))
     return 0
 
 

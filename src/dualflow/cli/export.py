@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualflow.cli.convert import SOURCE_HELP
+from dualflow.cli.units import file_size
 
 if TYPE_CHECKING:
     from dualflow.checkpoint.convert import Progress, ReadModel
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             )
         _export(read, target, args.form, args.dtype, progress)
     _remark(read, args.form)
-    print(f"{target}: {_what(read, args.form)}, {_bytes(target) / 1e6:,.1f} MB")
+    print(f"{target}: {_what(read, args.form)}, {file_size(_bytes(target))}")
     return 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dualflow.cli.convert import SOURCE_HELP
+from dualflow.cli.units import file_size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,7 +70,7 @@ def lines(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "KV cache",
         (
             f"{cache['bytes_per_token']:,} bytes a token in {cache['format']}, "
-            f"{_size(cache['bytes_at_context_length'])} for {record['context_length']:,} tokens"
+            f"{file_size(cache['bytes_at_context_length'])} for {record['context_length']:,} tokens"
         ),
     )
     yield (
@@ -161,21 +162,14 @@ def _sizes(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield (
                 "auxiliary's own" if owner == "aux" else "primary",
                 f"{record['parameters'][owner]:,} parameters, "
-                f"{_size(record['bytes'][owner])} on disk ({shown})",
+                f"{file_size(record['bytes'][owner])} on disk ({shown})",
             )
 
 
 def _adds(what: dict[str, Any]) -> str:
     return (
-        f"{what['parameters_percent']:.1f} % parameters, {_size(what['bytes'])}, "
+        f"{what['parameters_percent']:.1f} % parameters, {file_size(what['bytes'])}, "
         f"{what['decode_flops_ratio']:.2f} times the FLOPs of a generated token "
         f"(at {what['decode_flops_context']:,} tokens), nothing to prefill, "
         "0 bytes to the KV cache"
     )
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:,.1f} {unit}"
-    return f"{count:,} bytes"

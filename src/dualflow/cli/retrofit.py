@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualflow.cli.convert import SOURCE_HELP, add_dtype_option
+from dualflow.cli.units import file_size
 
 if TYPE_CHECKING:
     from dualflow.cli.facts import Added
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(OWNED)} (default: none)",
     )  # fmt: skip
     parser.add_argument(
-        "--lora-rank", type=int, default=0, metavar="R",
+        "--lora-rank", type=int, default=None, metavar="R",
         help="own a LoRA of rank R on the shared matrices in place of whole ones (without --owns: "
         f"on {', '.join(LORA_DEFAULT)})",
     )  # fmt: skip
@@ -79,12 +80,12 @@ def aux_config(args: argparse.Namespace) -> "AuxConfig":
     """The flows that are asked for. Raises ``ValueError`` naming the option."""
     from dualflow.spec import AuxConfig
 
-    for option, value, least in (("--flows", args.flows, 1), ("--lora-rank", args.lora_rank, 0)):
-        if value < least:
-            raise ValueError(f"{option} is {value}; expected {least} or more")
+    for option, value in (("--flows", args.flows), ("--lora-rank", args.lora_rank)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} is {value}; expected 1 or more")
     owns = args.owns or (LORA_DEFAULT if args.lora_rank else ())
     return AuxConfig(
-        num_flows=args.flows, flow_norms=args.norms, owns=owns, lora_rank=args.lora_rank
+        num_flows=args.flows, flow_norms=args.norms, owns=owns, lora_rank=args.lora_rank or 0
     )
 
 
@@ -105,7 +106,7 @@ def _weights(model: "CausalLM") -> Any:
 def _added_lines(what: "Added") -> str:
     return (
         f"the auxiliary adds {what.parameters:,} parameters ({what.parameters_percent:.1f} %), "
-        f"{what.bytes / 1e6:,.1f} MB, {what.decode_ratio:.2f} times the FLOPs of a generated token "
+        f"{file_size(what.bytes)}, {what.decode_ratio:.2f} times the FLOPs of a generated token "
         f"({what.context:,} tokens of context), nothing to prefill and 0 bytes to the KV cache"
     )
 

@@ -258,7 +258,7 @@ def _build(
 
 def _by_layers(names: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Names with shapes; those that differ by the layer's number alone as one:
-    ``layers.{0,1,2}.mlp.up_proj...``.
+    ``layers.{0..2}.mlp.up_proj...``.
     """
     layers: dict[tuple[str, str, str], list[str]] = {}
     for name in names:
@@ -266,9 +266,23 @@ def _by_layers(names: Iterable[str], parameters: Mapping[str, nn.Parameter]) -> 
         layers.setdefault((before, after, str(list(parameters[name].shape))), []).append(number)
     lines: list[str] = []
     for (before, after, shape), numbers in layers.items():
-        where = f".{numbers[0]}." if len(numbers) == 1 else f".{{{','.join(numbers)}}}."
-        lines.append(f"{before}{where if after else ''}{after} {shape}")
+        where = f".{_numbers(numbers)}." if after else ""
+        lines.append(f"{before}{where}{after} {shape}")
     return lines
+
+
+def _numbers(numbers: list[str]) -> str:
+    """``7``, or ``{0..3,5}`` of several."""
+    if len(numbers) == 1:
+        return numbers[0]
+    parts: list[list[int]] = []
+    for number in sorted(map(int, numbers)):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    ranges = (f"{p[0]}..{p[-1]}" if len(p) > 2 else ",".join(map(str, p)) for p in parts)
+    return f"{{{','.join(ranges)}}}"
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:

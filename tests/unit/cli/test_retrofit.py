@@ -77,7 +77,8 @@ def test_a_quantised_retrofit_is_not_told_to_be_trained(folder, tmp_path, capsys
     ("options", "found"),
     [
         (["--flows", "0"], "--flows is 0; expected 1 or more"),
-        (["--lora-rank", "-1"], "--lora-rank is -1; expected 0 or more"),
+        (["--lora-rank", "-1"], "--lora-rank is -1; expected 1 or more"),
+        (["--lora-rank", "0", "--owns", "mlp"], "--lora-rank is 0; expected 1 or more"),
         (["--owns", "k_proj"], "'k_proj' does not name different ones of q_proj, o_proj, mlp"),
         (["--owns", "mlp,mlp"], "'mlp,mlp' does not name different ones"),
         (["--readout", "primary_only"], "invalid choice: 'primary_only'"),

@@ -94,13 +94,14 @@ def project(
     shared: nn.Module, owned: list[nn.Module | None], x1: Tensor, x2: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A matrix over the rows of both flows; a flow's LoRA adds to its rows, a flow's own matrix
-    replaces the shared one.
+    replaces the shared one. Where no auxiliary rows run (F = 0 in ``x2``) there are none here either.
 
     Without gradients it is one product, so that decode reads the shared weight once for both. With
     them it is two, so that a frozen primary keeps nothing for a backward pass.
     """
+    owned = owned if len(x2) else []
     adds = any(isinstance(module, LowRank) for module in owned)
-    if len(x2) and any(owned) and not adds:
+    if any(owned) and not adds:
         return shared(x1), torch.stack([own(x) for own, x in zip(owned, x2, strict=True)])  # type: ignore[misc]
     if not len(x2):
         y1 = shared(x1)
@@ -122,7 +123,7 @@ def normalise(
     """A norm over both flows, each flow's own where it has one; nothing where there is none."""
     if shared is None:
         return x1, x2
-    if any(owned):
+    if len(x2) and any(owned):
         return shared(x1), torch.stack([own(x) for own, x in zip(owned, x2, strict=True)])  # type: ignore[misc]
     return shared(x1), shared(x2)
 
@@ -274,7 +275,7 @@ class DualFlowLayer(GradientCheckpointingLayer):
     def _couple(self, name: str, x2: Tensor, x1: Tensor, at: Positions) -> Tensor:
         """Each flow's vector times the primary's value at the same position is added."""
         vectors = own(self.aux, name)
-        if not vectors or vectors[0] is None:
+        if not len(x2) or vectors[0] is None:
             return x2
         return x2 + torch.stack(vectors).to(x2.dtype)[:, None, None] * x1[:, at]
 
