@@ -2,7 +2,8 @@
 
 python examples/load_in_transformers.py FOLDER PROMPT
 
-FOLDER is a dualflow model folder; without it this runs on a tiny random model. The import of
+FOLDER is a dualflow model folder (of a run: ``runs/NAME/model``); without it this runs on a tiny
+random model with a LoRA. The import of
 ``dualflow.integrations.transformers`` tells transformers what such a folder is. For where dualflow
 is not installed, ``dualflow export FOLDER OUT --format transformers`` writes a folder that brings
 its own code; load that with ``trust_remote_code=True``.
@@ -16,6 +17,7 @@ from tiny_model import write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dualflow.integrations.transformers  # noqa: F401  # registers the model type
+from dualflow import AuxConfig
 from dualflow.checkpoint.convert import retrofit
 
 if len(sys.argv) == 3:
@@ -23,7 +25,8 @@ if len(sys.argv) == 3:
 else:
     place = Path(tempfile.mkdtemp(prefix="dualflow-example-"))
     folder, prompt = str(place / "dual"), "The cat"
-    retrofit(write_model(place / "llama"), folder)
+    flow = AuxConfig(owns=("q_proj", "o_proj", "mlp"), lora_rank=4)
+    retrofit(write_model(place / "llama"), folder, aux=flow)
     print(f"on a tiny random model in {folder}")
 
 tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -34,9 +37,12 @@ batch = tokenizer([prompt, prompt + " sat on"], return_tensors="pt", padding=Tru
 batch.pop("token_type_ids", None)
 
 # The logits are log r, so greedy search, sampling and beams all work on r.
-greedy = model.generate(**batch, max_new_tokens=20, do_sample=False)
-drawn = model.generate(**batch, max_new_tokens=20, do_sample=True, temperature=0.8)
-beams = model.generate(**batch, max_new_tokens=20, num_beams=4)
-alone = model.generate(**batch, max_new_tokens=20, do_sample=False, aux="off")  # the primary's p
-for name, ids in {"greedy": greedy, "drawn": drawn, "beams": beams, "primary alone": alone}.items():
-    print(f"{name}: {tokenizer.batch_decode(ids, skip_special_tokens=True)}")
+ways = {
+    "greedy": {"do_sample": False},
+    "drawn": {"do_sample": True, "temperature": 0.8},
+    "beams": {"do_sample": False, "num_beams": 4},
+    "primary alone": {"do_sample": False, "aux": "off"},  # the primary's p
+}
+for name, options in ways.items():
+    ids = model.generate(**batch, max_new_tokens=20, **options)
+    print(f"{name}: {tokenizer.batch_decode(ids, skip_special_tokens=True)}", flush=True)

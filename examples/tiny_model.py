@@ -12,16 +12,22 @@ from dualflow.data.tokenizers import bytes_tokenizer
 TOKENIZER_CONFIG = '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}'
 
 
-def paths(given: list[str]) -> tuple[Path, Path, Path]:
-    """MODEL, TEXT and OUT as given on the command line, or a tiny model's in a new folder."""
-    if len(given) == 3:
-        model, text, out = map(Path, given)
-        return model, text, out
+def arguments(given: list[str], steps: int) -> tuple[Path, Path, Path, int]:
+    """MODEL, TEXT, OUT and STEPS as given on the command line, or a tiny model's in a new folder.
+    STEPS may be left out: ``steps`` then.
+    """
+    if len(given) in (3, 4):
+        model, text, out = map(Path, given[:3])
+        if len(given) == 4:
+            if not given[3].isdecimal() or int(given[3]) < 1:
+                raise SystemExit(f"STEPS is {given[3]!r}; expected a whole number from 1 on")
+            steps = int(given[3])
+        return model, text, out, steps
     if given:
-        raise SystemExit("give MODEL TEXT OUT, or nothing to run on a tiny random model")
+        raise SystemExit("give MODEL TEXT OUT [STEPS], or nothing to run on a tiny random model")
     folder = Path(tempfile.mkdtemp(prefix="dualflow-example-"))
     print(f"on a tiny random model in {folder}")
-    return write_model(folder / "llama"), write_text(folder / "text.txt"), folder / "out"
+    return write_model(folder / "llama"), write_text(folder / "text.txt"), folder / "out", steps
 
 
 def write_model(folder: Path) -> Path:

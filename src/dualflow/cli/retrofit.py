@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dualflow.model import CausalLM
     from dualflow.spec import AuxConfig
 
-HELP = "add an auxiliary flow to a model; its answers stay the same until the flow is trained"
+HELP = "add an auxiliary flow to a model, which predicts the same until that flow is trained"
 EXAMPLES = """\
 dualflow retrofit models/smollm2 models/smollm2-dual
 dualflow retrofit SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2-dual --lora-rank 8
@@ -126,6 +126,7 @@ def _next(model: "CausalLM", target: Path) -> str:
     options = " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
     alone = "; --aux off leaves it out" if model.has_primary_readout else ""
     return (
-        f"until it is trained it changes no answer and costs time at decode{alone}; to train it "
-        f"alone, on your text:\n  dualflow train --recipe retrofit {options}"
+        "the auxiliary flow is not trained yet: until it is, the model predicts the same up to "
+        f"rounding and costs time at decode{alone}; to train it alone, on your text:\n"
+        f"  dualflow train --recipe retrofit {options}"
     )

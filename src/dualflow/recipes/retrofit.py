@@ -18,19 +18,20 @@ def retrofit() -> RunConfig:
     return RunConfig(
         name="retrofit",
         model=dataclasses.replace(PRESETS["smollm2-135m"], variant="dual"),
-        data=DataConfig(source="python-stdlib", sequence_length=512),
-        # E2 starts where it is good already, so its rate is well below that of a new model's.
+        data=DataConfig(source="python-stdlib", sequence_length=256),
+        # Rates as in experiments/2026-11-30-retrofit-smollm2, that of a LoRA of rank 8 halved for
+        # the longer run: E2 starts where it is good already, couplings and LoRA at zero.
         optimizer=OptimizerConfig(
-            kind="adamw", lr=1e-3, embedding_lr=1e-3, vector_lr=3e-3, weight_decay=0.0
+            kind="adamw", lr=3e-3, embedding_lr=1e-3, vector_lr=1e-2, weight_decay=0.0
         ),
-        schedule=ScheduleConfig(warmup_steps=20, decay_fraction=0.5, min_lr_ratio=0.0),
+        schedule=ScheduleConfig(kind="cosine", warmup_steps=10, min_lr_ratio=0.05),
         train=TrainConfig(
             trainable="aux",
-            steps=500,
-            batch_size=16,
-            micro_batch_size=4,
-            eval_every=100,
-            eval_batches=8,
-            checkpoint_every=100,
+            steps=200,
+            batch_size=4,
+            precision="bf16",
+            eval_every=50,
+            eval_batches=20,
+            checkpoint_every=50,
         ),
     )

@@ -12,6 +12,7 @@ from torch import nn
 
 from dualflow.checkpoint import load_model
 from dualflow.checkpoint.store import read_primary_config
+from dualflow.data.tokenizers import bytes_tokenizer
 from dualflow.model import build_model, quantise_model
 from dualflow.testing.configs import family_config, tiny_config
 from dualflow.testing.tensors import same, tiny_model
@@ -51,12 +52,13 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, again = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 ids = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
 model.save_pretrained(again)
+assert AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("ab")["input_ids"] == [97, 98]
 print(ids[0].tolist())
 """
 
@@ -76,6 +78,8 @@ def test_an_exported_folder_brings_its_own_code(tmp_path: Path) -> None:
     companions = {
         "generation_config.json": '{"eos_token_id": 51}',
         "chat_template.jinja": "{{ x }}",
+        "tokenizer.json": bytes_tokenizer().to_json(),
+        "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}',
     }
     export_transformers(
         native, tmp_path / "exported", companions=companions,

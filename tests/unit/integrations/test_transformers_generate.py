@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualflow.model import CausalLM
+from dualflow.model import CausalLM, build_model
+from dualflow.model.flows import is_aux
 from dualflow.model.generate import GenerationParams, TokenEvent, generate
 from dualflow.model.sampling import SamplingParams
-from dualflow.spec import ModelConfig
+from dualflow.spec import ModelConfig, standard_twin
 from dualflow.testing.configs import family_config, flow_config
 from dualflow.testing.tensors import random_tokens, tiny_model
 
@@ -75,6 +76,41 @@ def test_the_auxiliary_can_be_left_out() -> None:
     assert theirs(twin, prompt[None], 20, aux="off")[0].tolist() == expected
     twin.config.aux_mode = "off"
     assert theirs(twin, prompt[None], 20)[0].tolist() == expected
+
+
+LEFT_OUT: dict[str, ModelConfig] = {
+    "lora": CASES["lora"],
+    "owned_matrices": flow_config("owns_everything"),
+    "two_flows_with_own_norms": flow_config("two_flows_own_mlp"),
+    "three_flows": CASES["three_flows"],
+    "norms_of_queries": family_config("qwen3", "dual", aux=flow_config("separate_norms").aux),
+}
+
+
+def primary_of(native: CausalLM) -> CausalLM:
+    """The standard model that has the primary's tensors."""
+    primary = build_model(standard_twin(native.config)).to(native.dtype)
+    tensors = {name: t for name, t in native.state_dict().items() if not is_aux(name)}
+    primary.load_state_dict(tensors, strict=True)
+    return primary.eval()
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_whatever_the_flows_own_is_left_out_with_them(case: str) -> None:
+    native = tiny_model(LEFT_OUT[case]).eval()
+    primary = primary_of(native)
+    twin, prompt = twin_of(native), random_tokens(native.config, 9)
+    expected = ours(native, prompt, 20, aux="off")
+    assert expected == ours(primary, prompt, 20)
+    assert expected != ours(native, prompt, 20)
+    for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        got = theirs(twin, prompt[None], 20, aux="off", **options)
+        assert got[0].tolist() == expected, options
+    standard = twin_of(primary)
+    out = twin(prompt[None], labels=prompt[None], aux="off")  # with gradients
+    alone = standard(prompt[None], labels=prompt[None])
+    torch.testing.assert_close(out.logits, alone.logits, rtol=0, atol=1e-12)
+    torch.testing.assert_close(out.loss, alone.loss, rtol=0, atol=1e-12)
 
 
 def test_a_model_without_a_trained_p_needs_its_auxiliary() -> None:

@@ -94,7 +94,7 @@ def project(
     shared: nn.Module, owned: list[nn.Module | None], x1: Tensor, x2: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A matrix over the rows of both flows; a flow's LoRA adds to its rows, a flow's own matrix
-    replaces the shared one. Where no auxiliary rows run (F = 0 in ``x2``) there are none here either.
+    replaces the shared one. An ``x2`` without flows (the primary runs alone) stays so.
 
     Without gradients it is one product, so that decode reads the shared weight once for both. With
     them it is two, so that a frozen primary keeps nothing for a backward pass.
