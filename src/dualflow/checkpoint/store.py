@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dualflow import config as configuration
 from dualflow.checkpoint.atomic import atomic_folder, write_atomic
+from dualflow.checkpoint.casting import cast
 from dualflow.checkpoint.locate import (
     FORMAT_VERSION,
     MODEL_TYPE,
@@ -262,16 +263,8 @@ def _assign_quantised(buffer: Tensor, tensor: Tensor, name: str) -> None:
 
 def _assign(parameter: Tensor, tensor: Tensor, dtype: torch.dtype | None, name: str) -> None:
     """Copy ``tensor`` into ``parameter`` as ``dtype`` (None: as stored); overflow is an error."""
-    wanted = dtype or tensor.dtype
-    converted = tensor.to(wanted)
-    if torch.finfo(wanted).max < torch.finfo(tensor.dtype).max:
-        lost = tensor[tensor.isfinite() & ~converted.isfinite()]
-        if len(lost):
-            raise ValueError(
-                f"{name}: {len(lost):,} of {tensor.numel():,} values are too large for {wanted} "
-                f"(the largest is {float(lost.abs().max()):.3g}); load it as float32 or bfloat16"
-            )
-    if parameter.dtype == wanted:
+    converted = cast(tensor, dtype, name)
+    if parameter.dtype == converted.dtype:
         parameter.copy_(converted)
     else:
         parameter.data = converted.to(parameter.device)
